@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 
 def preload(argv: list[str]) -> None:
-    """Import what `ascendchat ARGV` will import, in the environment of its device; touch no device. launch/warm.py"""
+    """Import what `ascendchat ARGV` will import, in the environment of its device; touch no device. launch/forkserver.py"""
     from ascendchat.cli import preload as of_command
 
     of_command(argv)

@@ -35,8 +35,7 @@ from ascendchat.files import flush, sha256, usual_mode, write_atomic
 from ascendchat.launch.rank import ended
 from ascendchat.nn.optim import Shard
 from ascendchat.parallel import collectives
-from ascendchat.runs.earlier import begun_by_this_launch, earlier
-from ascendchat.runs.saved import checkpoints
+from ascendchat.runs.run import begun_by_this_launch, checkpoints, earlier
 
 WRITING = "checkpoint"  # name of the thread
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
@@ -154,7 +153,7 @@ class Writer:
         return self._failed > 0
 
     def forget_earlier(self) -> None:
-        """The run is finished: earlier models of its folder (runs/earlier.py) are no longer needed."""
+        """The run is finished: earlier models of its folder (runs/run.py) are no longer needed."""
         if collectives.world().rank == 0:
             for old in earlier(self.folder):
                 self._delete(old)

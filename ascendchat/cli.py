@@ -43,21 +43,21 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "bytes per token, against others",
     ),
     "base": ("train:BaseConfig", "train.pretrain:run", "pretrain a model from raw text"),
-    "mid": ("train:MidConfig", "train.mid:run", "teach a base model the form of conversations"),
-    "sft": ("train:SftConfig", "train.sft:run", "fine-tune on conversations"),
+    "mid": ("train:MidConfig", "train.chat:run_mid", "teach a base model the form of conversations"),
+    "sft": ("train:SftConfig", "train.chat:run_sft", "fine-tune on conversations"),
     "finetune": (
         "finetune:FinetuneConfig",
         "train.finetune:run",
         "fine-tune an existing model: all weights or LoRA",
     ),
     "rl": ("rl:RlConfig", "rl.command:run", "reinforcement learning on questions with checkable answers"),
-    "export": ("engine:ExportConfig", "models.infer_export:run", "write a trained model as a Hugging Face folder"),
+    "export": ("engine:ExportConfig", "models.export:run", "write a trained model as a Hugging Face folder"),
     "import nanochat": ("engine:ImportNanochatConfig", "models.nanochat:run", "make a run of checkpoints of nanochat"),
     "eval base": ("eval:EvalBaseConfig", "eval.base:run", "bits per byte and CORE of a base model"),
     "chat": ("engine:ChatConfig", "serve.terminal:run", "talk to a model in the terminal"),
     "serve": ("serve:ServeConfig", "serve.command:run", "a web chat and an OpenAI-compatible API for a model"),
     "rollout-server": (
-        "rollout:RolloutServerConfig",
+        "rl:RolloutServerConfig",
         "remote.vllm_server:run",
         "start vLLM for the rollouts of rl, with all that a weight sync needs",
     ),
@@ -239,7 +239,7 @@ def _main(argv: list[str]) -> int:
 def _computing(config: Any, function: str) -> Any:
     """Commands that import torch first get the environment of their device."""
     from ascendchat.device.env import announce, prepare_environment
-    from ascendchat.runs.saved import read_ahead
+    from ascendchat.runs.run import read_ahead
 
     announce(prepare_environment(config.device_type, debug=config.npu_debug, generates=config.generates))
     opens = hasattr(config, "checkpoint") and function != "serve.command:run"  # whose workers open the model

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from ascendchat.cli import main
 from ascendchat.config import UserError, home
-from ascendchat.config.stages import STAGES
-from ascendchat.config.train import PUBLISHED
+from ascendchat.config.train import PUBLISHED, STAGES
 
 COMMANDS = {
     "tok_train": ["tokenizer", "train"],

@@ -40,7 +40,7 @@ READY = struct.Struct("i")  # a process number, then its exit status as waitpid 
 PRELOADED = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.utils.checkpoint", "numpy", "safetensors.torch",
     "torch.distributed.run", "pyarrow.parquet", "tiktoken", "tokenizers", "httpx", "rich.console", "rich.progress",
-    "yaml", "ascendchat.cli", "ascendchat.train.pretrain", "ascendchat.train.mid", "ascendchat.train.sft",
+    "yaml", "ascendchat.cli", "ascendchat.train.pretrain", "ascendchat.train.chat", "ascendchat.train.chat",
     "ascendchat.rl.command", "ascendchat.engine.engine", "ascendchat.serve.app", "ascendchat.data.prepare",
     "ascendchat.speedrun.command",
 ]  # fmt: skip
@@ -242,7 +242,7 @@ def import_theirs() -> None:
 def hand_on(way: socket.socket) -> None:
     """What this process starts begins warm, too."""
     globals()["nursery"] = lambda: way
-    for name in ("ascendchat.serve.child", "ascendchat.speedrun.command", "ascendchat.launch.supervise"):
+    for name in ("ascendchat.serve.pool", "ascendchat.speedrun.command", "ascendchat.launch.supervise"):
         importlib.import_module(name).subprocess = warm_workers(ServerPopen)  # type: ignore[attr-defined]
     importlib.import_module(TORCHRUNS_OWN).Popen = ServerPopen  # type: ignore[attr-defined]
     os.execv = instead  # type: ignore[assignment]
@@ -312,7 +312,7 @@ def perform(kind: str, *words: str) -> None:
 
 
 if __name__ == "__main__":
-    # Whoever asked first may have had signals blocked (serve/child.py): inherited, the end of the tests would be, too.
+    # Whoever asked first may have had signals blocked (serve/pool.py): inherited, the end of the tests would be, too.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     link = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:

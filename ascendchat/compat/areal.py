@@ -30,8 +30,7 @@ from typing import Any, Literal, Protocol
 from ascendchat.checkpoint import read_file, verify
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.engine.generator import Generator, Weights
-from ascendchat.engine.request import Completion, Request, Sampling
+from ascendchat.engine.request import Completion, Generator, Request, Sampling, Weights
 from ascendchat.remote.fleet import Fleet
 
 CALLS = 256  # of agenerate that wait for an answer at a time

@@ -191,3 +191,55 @@ class LaunchConfig:
     "device type, passed on to the command"
     grace: float = option(30.0, least=0, most=1e6)
     "seconds that the ranks get to save and stop after SIGTERM or SIGINT"
+
+
+# Config of `ascendchat report`.
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Curves, tables, samples and environment of a run, or of several side by side, in one file."""
+
+    run: tuple[str, ...] = option((), words="each")
+    """names of runs; by default the newest. Runs that differ in nothing but their seed are shown as their mean and its
+    95 % confidence band"""
+    out: str = ""
+    """file to write; its ending says the form: .html, all in one file, or .md, with plots beside it; by default
+    report.html in the folder of the first run"""
+    price: float | None = option(None, least=0, most=1e9)
+    "price per device-hour, for the cost"
+    watch: bool = False
+    "serve the page on this machine instead; it follows the run while it trains"
+    host: str = "127.0.0.1"
+    "address on which --watch listens"
+    port: int = option(8008, least=0, most=65535)
+    "port on which --watch listens; 0: a free one"
+
+
+# Config of `ascendchat speedrun`.
+
+
+@dataclass(frozen=True)
+class SpeedrunConfig:
+    """Run every stage of a recipe in order, from text to a chat model; finished stages are skipped."""
+
+    recipe: str = option("tiny-cpu", words="each")
+    "name of a recipe of the package, or a YAML file with stages of your own"
+    run: str = ""
+    "name of the run; by default that of the recipe"
+    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    "device for the stages that compute; by default that of the recipe's chip, else the best one found"
+    devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
+    "how many devices these stages use; by default as many as the recipe names"
+    sets: str = ""
+    "folder of text and sets that the recipe calls $SETS; by default $ASCENDCHAT_SETS"
+    from_stage: str = option("", also=("from",))
+    "begin at this stage, such as mid or eval: those before it are taken as they are"
+    only: tuple[str, ...] = ()
+    "run these stages only, such as base,mid"
+    fresh: bool = False
+    "run the stages again, even those that are done"
+    serve: bool = False
+    "afterwards serve the page and the API of the model, until Ctrl-C"
+    dry_run: bool = False
+    "show time, memory, disk and downloads of each stage, and end"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
@@ -193,3 +193,24 @@ class BenchTrainConfig(StepConfig):
     "channels per head; by default 128, less in a narrow model"
     steps_to_time: int = option(10, also=("steps",), least=1, most=1e6)
     "optimizer steps to time, after two that warm up"
+
+
+# The training stages of a run, in their order: the one table of their names. No torch.
+
+StageName = Literal["base", "mid", "sft", "hf", "rl"]  # hf: `ascendchat finetune`
+
+
+class StageFacts(NamedTuple):
+    """What other modules must know about a stage."""
+
+    starts_from: tuple[StageName, ...]  # earlier stages; the first one that has a checkpoint is used
+    chats: bool  # the model has been trained on conversations
+
+
+STAGES: dict[str, StageFacts] = {
+    "base": StageFacts(starts_from=(), chats=False),
+    "mid": StageFacts(starts_from=("base",), chats=True),
+    "sft": StageFacts(starts_from=("mid", "base"), chats=True),
+    "hf": StageFacts(starts_from=(), chats=True),
+    "rl": StageFacts(starts_from=("sft", "mid", "base"), chats=True),
+}

@@ -16,8 +16,7 @@ import torch
 
 from ascendchat.chips import KINDS, this_cpu
 from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
-from ascendchat.device.compiling import compiled
-from ascendchat.device.trace import torch_trace
+from ascendchat.device.accelerator import compiled, torch_trace
 
 
 def why_unusable(asked: bool) -> str | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ascendchat.device import packages
-from ascendchat.device.compiling import keep
+from ascendchat.device.accelerator import keep
 
 PACKAGE = "flash-attn-4"
 CHANNELS = 128  # of a head at most; larger ones were not timed

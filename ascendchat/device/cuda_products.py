@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ascendchat.device import packages
-from ascendchat.device.compiling import keep
+from ascendchat.device.accelerator import keep
 
 PACKAGE = "quack-kernels"
 SQUARE = {"activation": "relu_sq", "tuned": False}

@@ -21,12 +21,10 @@ import torch
 from ascendchat.chips import KINDS
 from ascendchat.config import UserError
 from ascendchat.device import DeviceOptions
-from ascendchat.device.accelerator import Accelerator, current_chip, usable_types
+from ascendchat.device.accelerator import Accelerator, ascend_trace, current_chip, usable_types
 from ascendchat.device.cann import cann_version
-from ascendchat.device.env import load_problem, look, torch_npu_missing
-from ascendchat.device.harmful_env import visible_problem
+from ascendchat.device.env import load_problem, look, torch_npu_missing, visible_problem
 from ascendchat.device.npu_ops import EagerOps, NPUOps
-from ascendchat.device.trace import ascend_trace
 
 
 def why_unusable(asked: bool) -> str | None:

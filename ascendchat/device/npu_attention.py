@@ -1,4 +1,4 @@
-"""Ascend's fused attention with the options of FlashAttention. Called by compat/flash.py and nn/flash_cache.py.
+"""Ascend's fused attention with the options of FlashAttention. Called by compat/flash.py and nn/flash_attend.py.
 
     dense    npu_fusion_attention, layout BSND: rows, with gradients
     packed   the same, layout TND: sequences end to end, with gradients

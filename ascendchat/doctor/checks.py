@@ -190,7 +190,7 @@ def gather(lang: str, deep: bool = False, root: Path = Path("/")) -> Machine:
 
 def run_checks(machine: Machine) -> list[Check]:
     """Every check, in the order in which a user would mend things."""
-    from ascendchat.doctor import checks_cann, checks_npu, checks_system
+    from ascendchat.doctor import checks_npu, checks_system
 
     functions = [
         checks_system.python,
@@ -198,12 +198,12 @@ def run_checks(machine: Machine) -> list[Check]:
         checks_npu.torch_npu,
         checks_npu.two_accelerators,
         checks_npu.device,
-        checks_cann.cann,
-        checks_cann.operator_package,
-        checks_cann.driver,
-        checks_cann.npu_smi,
-        checks_cann.device_nodes,
-        checks_cann.group,
+        checks_npu.cann,
+        checks_npu.operator_package,
+        checks_npu.driver,
+        checks_npu.npu_smi,
+        checks_npu.device_nodes,
+        checks_npu.group,
         checks_npu.visible_devices,
         checks_npu.bf16,
         checks_npu.collectives,

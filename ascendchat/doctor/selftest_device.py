@@ -28,10 +28,8 @@ from ascendchat.doctor import selftest_operators as operators
 from ascendchat.doctor.checks_npu import base
 from ascendchat.doctor.selftest import Verdict, too_many
 from ascendchat.doctor.selftest_operators import Bench, Skip, Wrong
-from ascendchat.engine import noise
-from ascendchat.nn.attention import REFERENCE
-from ascendchat.nn.masks import cache_mask
-from ascendchat.nn.parity import LENGTHS, QUERIES, decode_fault
+from ascendchat.engine import sampling
+from ascendchat.nn.attention import LENGTHS, QUERIES, REFERENCE, cache_mask, decode_fault
 from ascendchat.sizes.shape import Shape
 
 DEAD = "the device does nothing any more, without an error (dead queue)"
@@ -194,10 +192,10 @@ def mask(bench: Bench) -> dict[str, Any]:
 
 def sampling_noise(bench: Bench) -> dict[str, Any]:
     """The same bits as on the CPU, where float64 says that every step is exact."""
-    keys = torch.tensor([noise.seed_keys(seed) for seed in (0, 1, -7, 2**70)])
-    position, blocks = torch.tensor([0, 1, 2047, 100000]), noise.columns(4096)
-    right = noise.uniform(keys.double(), position, blocks.double())
-    found = noise.uniform(*(part.to(bench.place) for part in (keys.float(), position, blocks))).cpu().double()
+    keys = torch.tensor([sampling.seed_keys(seed) for seed in (0, 1, -7, 2**70)])
+    position, blocks = torch.tensor([0, 1, 2047, 100000]), sampling.columns(4096)
+    right = sampling.uniform(keys.double(), position, blocks.double())
+    found = sampling.uniform(*(part.to(bench.place) for part in (keys.float(), position, blocks))).cpu().double()
     if not torch.equal(found, right):
         raise Wrong(f"{int((found != right).sum())} of {right.numel()} numbers differ from the CPU's")
     return {}

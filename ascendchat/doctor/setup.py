@@ -27,7 +27,7 @@ from ascendchat.device import smi
 from ascendchat.device.cann import NEWEST, cann_version, fits, install_line
 from ascendchat.doctor import probe
 from ascendchat.doctor.checks import Machine, installed
-from ascendchat.doctor.checks_cann import cann, cann_home, driver, set_env
+from ascendchat.doctor.checks_npu import cann, cann_home, driver, set_env
 from ascendchat.doctor.probe import Probe
 
 NOT_ASKED = Probe({}, "not asked")

@@ -5,7 +5,7 @@ a dozen operations, not with some for every row.
     rows = sheet.launch(sheet.runs())                        # one more step is under way for these slots
     looked_at, ended = sheet.take(rows, ids, logprobs, version)   # the rows whose token means more than text
 
-A token that is only text is written down here; an answer's own lists get it when somebody reads them (job.py). On an
+A token that is only text is written down here; an answer's own lists get it when somebody reads them (engine.py). On an
 H200, 512 rows whose answers end at any time: looking at each took 2 us a token, and the device waited for the host.
 """
 

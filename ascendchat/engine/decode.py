@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,15 +19,14 @@ from torch import Tensor
 
 from ascendchat.device import Device
 from ascendchat.engine.cache import Cache, Marks, Suffixes
-from ascendchat.engine.fused import fused_step
-from ascendchat.engine.noise import columns
 from ascendchat.engine.padding import padded_length, stack, to_device
 from ascendchat.engine.prefix import Copy
 from ascendchat.engine.request import Request, Sampling
-from ascendchat.engine.sampling import Mode, Settings, likeliest_tokens, sample, settings_row
-from ascendchat.nn.attention import Attention
+from ascendchat.engine.sampling import Mode, Settings, columns, likeliest_tokens, sample, settings_row
+from ascendchat.nn.attention import Attention, Flash
+from ascendchat.nn.gpt import GPT
+from ascendchat.nn.logprobs import Float32Readout, Readout
 from ascendchat.nn.model import LanguageModel
-from ascendchat.nn.readout import Readout
 
 LEAST_SPAN = 128  # keys that a step reads at least; beyond, powers of two
 MOST_RECOMPILES = 64  # one per (rows, keys, mode)
@@ -48,7 +47,7 @@ PLAIN = Mode(), Mode(random=True)  # sorting and counting are kernels of their o
 class Logits(NamedTuple):
     """What a pass over the rows of a step has found."""
 
-    logits: Tensor  # (B, V) float32; before their bound where they are of fused.py
+    logits: Tensor  # (B, V) float32; before their bound where they are of decode.py
     token: Tensor  # (B,) that was read
     position: Tensor  # (B,) of it
 
@@ -396,3 +395,45 @@ class Decoder:
         self.held[list(slots)] = 0
         self.length.index_fill_(0, slot, 0)
         self.target.index_fill_(0, slot, self.cache.dump)
+
+
+# A decoding step by our own kernels, where the chip has them: without torch.compile, and few are launched.
+#
+# fused = fused_step(decoder)               # None: the model, the chip or the readout wants the general way
+# fused.read(rows, longest)                 # the first half of Decoder's step, as Decoder._read; logits not capped
+# fused.choose(known, random=True)          # the second, for PLAIN modes, as Decoder._extend
+
+
+class Fused(Protocol):
+    """The two halves of a step."""
+
+    def read(self, rows: int, longest: int) -> tuple[Tensor, Tensor, Tensor]: ...
+    def choose(self, known: tuple[Tensor, Tensor, Tensor], *, random: bool) -> Tensor: ...
+
+
+def fused_step(decoder: Decoder) -> Fused | None:
+    """Our own model, on a chip with Triton, and logits as they come."""
+    kernel, model, cache = decoder.kernel, decoder.model, decoder.cache
+    if not (isinstance(kernel, Flash) and kernel.triton and isinstance(model, GPT)):
+        return None
+    if type(decoder.readout) not in (Readout, Float32Readout):
+        return None
+    from ascendchat.engine.gpt_step import Slots, TokenStep
+    from ascendchat.engine.sampling_kernels import State, choose
+
+    tensors = cache.keys, cache.values, cache.raw, cache.places
+    overlaps = kernel.overlaps
+    step = TokenStep(model, *tensors, decoder.context, overlaps=overlaps)
+    slots = Slots(decoder.token, decoder.override, decoder.previous, decoder.length, decoder.target)
+    state = State(decoder.token, decoder.previous, decoder.override, decoder.length, decoder.advance)
+
+    class Kernels:
+        def read(self, rows: int, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+            return step(rows, slots, longest)
+
+        def choose(self, known: tuple[Tensor, Tensor, Tensor], *, random: bool) -> Tensor:
+            logits, read, _ = known
+            told = decoder.settings, decoder.blocks, state
+            return choose(logits, read, *told, softcap=model.softcap, random=random, overlaps=overlaps)
+
+    return Kernels()

@@ -5,8 +5,8 @@
     for piece in engine.stream(Request(prompt)): print(piece.text, end="")
     job = engine.add(request); engine.step()                                      # or step by step, as the bench does
 
-The Generator (generator.py) of a model in this process. decode.py is what runs on the device; this file is the host's
-side: who is in which slot, what each sampled token means, calculator calls, endings. job.py is one request on its way,
+The Generator (request.py) of a model in this process. decode.py is what runs on the device; this file is the host's
+side: who is in which slot, what each sampled token means, calculator calls, endings. engine.py is one request on its way,
 grammar.py what a row with a grammar may say next.
 
 The host reads results one step late where the device works on its own: while it looks at the tokens of step n, step
@@ -17,7 +17,7 @@ What a request generates does not depend on its neighbours: its noise is a hash 
 Greedy and seeded answers are equal unless two tokens are equal to within the rounding of a matrix product, whose order
 of summation a device may choose by the number of rows.
 
-A prompt that begins as one whose tokens are still in the cache is read behind them (prefix.py, reading.py). While long
+A prompt that begins as one whose tokens are still in the cache is read behind them (prefix.py, prefix.py). While long
 prompts are read, in pieces, the rows that run go on.
 
 Context: prompt and answer together hold at most `context` tokens; an answer that reaches the end finishes with reason
@@ -26,9 +26,9 @@ Context: prompt and answer together hold at most `context` tokens; an answer tha
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -36,19 +36,25 @@ from torch import Tensor
 
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
-from ascendchat.engine.batch_state import Ints, Sheet
+from ascendchat.engine.batch_state import Ints, Rows, Sheet
 from ascendchat.engine.calculator import calculate
-from ascendchat.engine.decode import Decoder
-from ascendchat.engine.gather import Gather
-from ascendchat.engine.generator import Weights, check_fit
+from ascendchat.engine.decode import Decoder, power
+from ascendchat.engine.detokenize import TextStream
 from ascendchat.engine.grammar import Matcher, grammars
-from ascendchat.engine.job import Job, PendingPass, allowed_next, together
 from ascendchat.engine.padding import padded_length
-from ascendchat.engine.prefix import LEAST_REUSE, LEAST_REUSE_ALONE, Prefixes, rounds
-from ascendchat.engine.reading import Reading
-from ascendchat.engine.request import Completion, Piece, Request, Sampling
-from ascendchat.engine.sampling import Mode, ranked
-from ascendchat.engine.stream import EngineStream
+from ascendchat.engine.prefix import (
+    LEAST_REUSE,
+    LEAST_REUSE_ALONE,
+    UNDECIDED,
+    Copy,
+    Prefixes,
+    Reading,
+    as_tokens,
+    head_of,
+    rounds,
+)
+from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights, check_fit
+from ascendchat.engine.sampling import Mode, mode_of, ranked
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.model import LanguageModel
 
@@ -401,3 +407,271 @@ class Engine:
             if self.prefixes.held[job.slot] is not None and (launched := job.launched):  # stays, for the next prompts
                 answer = self.sheet.ids[job.slot, : min(len(job.completion.ids), launched - 1)]
                 self.prefixes.keep(job.slot, np.concatenate((job.tokens, answer)), self._written(job))
+
+
+# Rows move together when few are left: a step runs all slots up to the highest busy one, so that one long answer in
+# the last slot would cost as much as all of them.
+#
+#     gather()          # before each step
+#
+# What a row has moves with it, on the device and on the host, and its answer changes no more than with other neighbours.
+# What the freed slot kept for later prompts goes the other way.
+
+LEAST = 16  # rows that a step must run: fewer take hardly less time
+# Guesses, not timed on a card: steps in a row that half as many rows would do for, since moving takes as long as a few;
+PATIENCE = 8
+RECORDING = 256  # such steps in all, before a step of another size is recorded, which takes as long as many
+
+
+class Gather:
+    """Of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.sparse = engine, 0
+        self.wanted: Counter[int] = Counter()  # by rows: steps that so many would have done for
+
+    def __call__(self) -> None:
+        self.sparse = self.sparse + 1 if self.worth() else 0
+        if self.sparse > PATIENCE:
+            self.sparse = 0
+            self.engine._collect(0)  # what is under way comes back by slot
+            self.engine._dismiss()
+            self.move()
+
+    def worth(self) -> bool:
+        """Whether a step would have half as many rows. Not while prompts are read or wait for a slot."""
+        engine, decoder = self.engine, self.engine.decoder
+        if len(engine.running) < LEAST or engine.waiting or engine.reading.jobs:
+            return False
+        busy = np.flatnonzero(engine.sheet.owner)
+        top = int(busy[-1]) + 1 if len(busy) else 0
+        few = size(decoder, len(busy))
+        if top < LEAST or size(decoder, top) < 2 * few:
+            return False
+        self.wanted[few] += 1
+        if not (decoder.graphs or decoder.compiled) or self.wanted[few] > RECORDING:
+            return True
+        return any(rows == few for rows, _, _ in decoder._steps)
+
+    def move(self) -> None:
+        """The rows of the highest slots to the lowest free ones; nothing may be under way."""
+        engine, held = self.engine, self.engine.prefixes.held
+        busy = [slot for slot, job in enumerate(engine.running) if job is not None]
+        targets = [slot for slot in range(len(busy)) if engine.running[slot] is None]
+        sources = busy[len(busy) - len(targets) :]
+        if not sources:
+            return
+        groups, records = [], []
+        for source, target in zip(sources, targets):
+            length, kept = int(engine.decoder.held[source]), held[target]
+            groups.append([Copy(source, target, length, (length - 1) % 2)])
+            if kept is not None and len(kept.tokens) >= engine.prefixes.least:
+                groups[-1].append(Copy(target, source, len(kept.tokens), (len(kept.tokens) - 1) % 2))
+            else:
+                kept = None
+            records.append((kept, held[source]))
+            held[source] = held[target] = None  # nothing of it may be found if a copy fails
+        for copies in rounds(groups):
+            engine.decoder.copy(copies)
+        move_state(engine.decoder, sources, targets)
+        engine.sheet.move(np.array(sources), np.array(targets))
+        for source, target, record in zip(sources, targets, records):
+            held[source], held[target] = record
+            job = engine.running[source]
+            assert job is not None
+            engine.running[target], engine.running[source], job.slot = job, None, target
+
+
+def size(decoder: Decoder, rows: int) -> int:
+    """Rows that a step for so many runs."""
+    if decoder.prepared:
+        return next(most for most, _ in decoder.prepared if most >= rows)
+    return power(rows, 1, decoder.slots) if decoder.graphs or decoder.compiled else rows
+
+
+@torch.no_grad()
+def move_state(decoder: Decoder, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """All that the decoder knows of these rows but their cache; the slots that they leave are idle."""
+    source, target = decoder.put(sources), decoder.put(targets)
+    tables = decoder.seen, decoder.barred, decoder.bias, decoder.counts
+    rows = decoder.token, decoder.previous, decoder.length, decoder.override, *decoder.settings
+    for tensor in (*rows, *(table for table in tables if table is not None)):
+        tensor[target] = tensor[source]
+    decoder.target[target] = target
+    decoder.held[targets] = decoder.held[sources]
+    decoder.leave(sources)
+
+
+# One request on its way through the engine (engine.py): what it has so far, and what is still to come.
+
+
+class Job:
+    """One request on its way. `allowed`: (V,) bool of its allowed_tokens; `matcher`: of its grammar."""
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        context: int,
+        version: int,
+        allowed: np.ndarray | None = None,
+        matcher: Matcher | None = None,
+    ) -> None:
+        sampling, special = request.sampling, tokenizer.specials
+        self.request, self._answer = request, Completion(version=version)
+        self.text = TextStream(tokenizer, sampling.stop)
+        self.limit = min(sampling.max_tokens, context - len(request.prompt))  # tokens to generate at most
+        self.mode = mode_of(sampling)
+        self.stops = frozenset(tokenizer.stops if sampling.stop_tokens is None else sampling.stop_tokens)
+        self.allowed, self.matcher = allowed, matcher
+        if matcher is not None:
+            self.stops |= {special["<|assistant_end|>"]}
+        self.tools = sampling.tools and matcher is None
+        self.watched = self.stops | {special["<|tool_end|>"]}  # tokens that mean something
+        self.plain = not sampling.stop and not sampling.top_logprobs and matcher is None  # all others need no look
+        self.slot = -1
+        self.sheet: Sheet | None = None  # while it has a slot
+        self.tokens = as_tokens(request.prompt)
+        self.salt = request.salt
+        self.head = head_of(self.tokens, self.salt)
+        self.cached = UNDECIDED  # tokens of the prompt that are in its slot
+        self._launched = 0  # when it is over
+        self.forced: deque[int] = deque()  # tokens of a tool's result still to be put in
+        self.force_from = 0  # pass whose input is the first of them
+        self.discard = 0  # coming results that forced tokens replace
+        self.done = False
+        self._fresh: list[Piece] = []
+        self._read = 0  # ids that have become text
+
+    def begin(self, cached: int) -> None:
+        """Its prompt will be read behind so many tokens that the cache has."""
+        self.cached = self._answer.cached_tokens = cached
+
+    def take(self) -> list[Piece]:
+        """The text that came since the last call."""
+        self.read()
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def enter(self, sheet: Sheet) -> None:
+        """It has a slot."""
+        self.sheet, bound = sheet, self.matcher is not None
+        sheet.enter(self.slot, len(self.tokens), self.limit, self.mode.bits, self.watched, bound=bound)
+        self.mark()
+
+    def mark(self) -> None:
+        """Say whether its coming tokens need a look."""
+        if self.sheet is not None:
+            self.sheet.forced[self.slot] = bool(self.forced)
+            self.sheet.plain[self.slot] = self.plain and not self.forced and not self.discard
+
+    @property
+    def launched(self) -> int:
+        """Passes that will bring a token of this row: the prompt's is the first."""
+        return self._launched if self.sheet is None else int(self.sheet.launched[self.slot])
+
+    @property
+    def completion(self) -> Completion:
+        """The answer, with all tokens that are known."""
+        answer, sheet, slot = self._answer, self.sheet, self.slot
+        if sheet is not None and (have := len(answer.ids)) < (known := int(sheet.written[slot])):
+            answer.ids += sheet.ids[slot, have:known].tolist()
+            answer.versions += sheet.versions[slot, have:known].tolist()
+            answer.forced += [False] * (known - have)
+            if self.request.sampling.logprobs:
+                answer.logprobs += sheet.logprobs[slot, have:known].tolist()
+        return answer
+
+    def add(self, token: int, version: int, forced: bool) -> None:
+        """The next token of the answer."""
+        answer, sheet = self.completion, self.sheet
+        if sheet is not None:
+            sheet.ids[self.slot, len(answer.ids)] = token
+            sheet.written[self.slot] = len(answer.ids) + 1
+        answer.add(token, version, forced)
+
+    def read(self) -> None:
+        """Turn new ids into text; put off, for a batch of hundreds has microseconds per token: see Sheet.to_read."""
+        ids = self.completion.ids
+        if self._read < len(ids):
+            self._fresh += self.text.feed_all(ids[self._read :])
+            self._read = len(ids)
+
+    def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
+        self.read()
+        self._fresh += self.text.close()
+        self._answer.text, self._answer.finish_reason, self.done = self.text.text, reason, True
+        if self.sheet is not None:
+            self._launched = self.launched
+            self.sheet.leave(self.slot)
+            self.sheet = None
+
+
+def together(jobs: Sequence[Job]) -> Mode:
+    """What at least one of the rows needs."""
+    return Mode(*(any(column) for column in zip(*{job.mode for job in jobs})))
+
+
+def allowed_next(jobs: Sequence[Job], tokenizer: Tokenizer, vocab: int) -> np.ndarray:
+    """(jobs, V) bool: what each may choose next, by its grammar and its allowed_tokens."""
+    if any(job.matcher is not None for job in jobs):
+        left = [job.limit - len(job.completion.ids) for job in jobs]
+        allowed = grammars(tokenizer).allowed([job.matcher for job in jobs], left)
+    else:
+        allowed = np.ones((len(jobs), vocab), dtype=np.bool_)
+    for row, job in zip(allowed, jobs):
+        if job.allowed is not None:
+            row &= job.allowed
+    return allowed
+
+
+class PendingPass(NamedTuple):
+    """A pass whose result has not been looked at."""
+
+    rows: Rows
+    columns: Ints | None  # of the result; None: the slots
+    result: Callable[[], Tensor]  # waits for it: on the host, what Decoder.step returned
+    version: int  # of the weights that it ran with
+
+
+# One answer of an engine as it comes: `for piece in engine.stream(request)`, as `ascendchat chat` does.
+
+
+class EngineStream:
+    """The generator.Stream of one job. A step of the engine is never cut in the middle: a signal handler that closes
+    the stream during one takes effect right behind it."""
+
+    def __init__(self, engine: Engine, job: Job) -> None:
+        self._engine, self._job = engine, job
+        self._pieces: deque[Piece] = deque()
+        self._stepping = self._closed = False
+
+    @property
+    def completion(self) -> Completion:
+        return self._job.completion
+
+    def __iter__(self) -> EngineStream:
+        return self
+
+    def __next__(self) -> Piece:
+        while not self._pieces and not self._job.done:
+            self._stepping = True
+            try:
+                self._engine.step()
+                self._pieces.extend(self._job.take())
+            finally:
+                self._stepping = False
+            if self._closed:
+                self.close()
+        if not self._pieces:
+            raise StopIteration
+        return self._pieces.popleft()
+
+    def close(self) -> None:
+        self._closed = True
+        if not self._stepping:
+            self._engine.cancel(self._job)
+            self._pieces.extend(self._job.take())
+
+    def __del__(self) -> None:  # forgotten, for instance by a loop that was left: nobody can read on
+        self._engine.forgotten.append(self._job)  # the garbage collector may come in the middle of a step

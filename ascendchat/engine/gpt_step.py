@@ -5,8 +5,8 @@
 
 What costs in a step is the time between kernels, and the reading of weights and cache; there is hardly anything to
 compute. So everything around the matrix products is in as few kernels as its dependences allow. The new token's way
-through a layer, in seven launches (nn/token_kernels.py, nn/product_kernel.py); with FEW rows a product is a sum over the
-weights, which fuses with what stands before it, and there are five (nn/row_kernels.py). Each kernel of ours reads or
+through a layer, in seven launches (nn/triton_decoding.py, nn/triton_decoding.py); with FEW rows a product is a sum over the
+weights, which fuses with what stands before it, and there are five (nn/triton_decoding.py). Each kernel of ours reads or
 fetches its weights before it waits for the one before; beyond some size the library's products are faster all the same:
 
     norm      of the mixed stream; gates of the value embedding          } project
@@ -28,11 +28,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ascendchat.nn import row_kernels
-from ascendchat.nn import token_kernels as kernels
+from ascendchat.nn import triton_decoding
+from ascendchat.nn import triton_decoding as kernels
 from ascendchat.nn.gpt import GPT, NORM_EPS, Block
-from ascendchat.nn.product_kernel import Blocks, product
-from ascendchat.nn.readout import Float32Readout
+from ascendchat.nn.logprobs import Float32Readout
+from ascendchat.nn.triton_decoding import Blocks, product
 
 
 class Tiles(NamedTuple):
@@ -252,7 +252,7 @@ class _Few(_Step):
     def project(self, kind: str, weight: Tensor, out: Tensor, layer: int, block: Block | None, keeps: bool) -> None:
         gate, told = self.gate(block)
         outputs = out.size(1)
-        row_kernels.project[(triton.cdiv(outputs, self.whole.tile),)](
+        triton_decoding.project[(triton.cdiv(outputs, self.whole.tile),)](
             *(self.x, self.parts, *self.mix(), self.middle, gate, self.gates, weight, out, layer, outputs),
             rows=self.rows,
             dim=self.shape.dim,
@@ -274,7 +274,7 @@ class _Few(_Step):
         self.attend(layer, block, self.qkv, CUTS, self.attended)
         after, width = self.streams[layer % 2], triton.next_power_of_2(shape.q_dim)
         tile = max(1, TILE // 2 // width)
-        row_kernels.joined[(triton.cdiv(shape.dim, tile),)](
+        triton_decoding.joined[(triton.cdiv(shape.dim, tile),)](
             *(*self.attended, block.out, self.x, self.parts, *self.mix(), after),
             layer,
             rows=self.rows,
@@ -293,7 +293,7 @@ class _Few(_Step):
         self.project("plain", block.up, self.hidden, layer, None, False)
         sizes = self.rows, shape.mlp_dim, shape.dim, DOWN_ROWS, DOWN_COLUMNS, whole.pdl
         grid = triton.cdiv(shape.dim, DOWN_COLUMNS), self.cuts
-        row_kernels.down[grid](self.hidden, block.down, self.parts, *sizes, num_warps=DOWN_WARPS, **whole.options)
+        triton_decoding.down[grid](self.hidden, block.down, self.parts, *sizes, num_warps=DOWN_WARPS, **whole.options)
         self.count = self.cuts
 
     def logits(self) -> Tensor:

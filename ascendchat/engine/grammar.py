@@ -9,7 +9,7 @@ engine.py asks before every choice of a row whose Sampling has a grammar. A serv
 its front, too: a bad grammar is then refused before it stands in a queue.
 
 A grammar comes from a stranger, and llguidance can be killed by one (a chain of a few thousand references overflows the
-stack; "multipleOf": 100000007 runs for minutes). So each new text is compiled in a process of its own first (trial.py).
+stack; "multipleOf": 100000007 runs for minutes). So each new text is compiled in a process of its own first (grammar.py).
 While masks are computed its own limits hold; an answer that reaches one is cut short.
 
 Cost, 16 rows of the toy world's model (depth 4, 128 wide, 1,536 ids) on one CPU core: a step of 15.3 ms takes 0.7 ms
@@ -20,22 +20,29 @@ Cost, 16 rows of the toy world's model (depth 4, 128 wide, 1,536 ids) on one CPU
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import resource
+import select
+import signal
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.engine.landing import Landing
 from ascendchat.engine.request import Grammar
-from ascendchat.engine.trial import Trial
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
 
 MOST_CHARACTERS = 500_000  # of a grammar's text
 MOST_LEXER_STATES = 50_000  # of one row; 1 to 2 KB each
@@ -168,7 +175,7 @@ class Matcher:
 
     def __init__(self, inner: LLMatcher) -> None:
         self.inner = inner
-        # landing.py's: on the way to the end; tokens left at which to look again; tokens of the shortest call
+        # grammar.py's: on the way to the end; tokens left at which to look again; tokens of the shortest call
         self.landing, self.look_at = False, 1 << 60
         self.call_needs: int | None = None
 
@@ -276,3 +283,223 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
         if tokenizer.fingerprint not in _made:
             _made[tokenizer.fingerprint] = Grammars(tokenizer)
         return _made[tokenizer.fingerprint]
+
+
+# Brings an answer that must fit a grammar to its end before its tokens run out.
+#
+#     landing = Landing(tokenizer)
+#     landing.narrow(matcher, row, left)       # row: (V,) bool, what the grammar allows next; `left` tokens remain
+#
+# A model that does not know when to close a string would write to its limit, and half a JSON object is of no use. So
+# when what is left is just enough, only tokens that lead to the end are allowed: quotes, brackets, commas where a
+# required field is missing. How much is enough is tried out on a copy of the matcher.
+
+FAR = 512  # tokens left above which nobody looks
+SPARE = 2  # tokens more than the shortest end needs
+
+
+class Landing:
+    """The tokens that lead to an end, of one tokenizer: a single byte is always a token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        special = tokenizer.specials
+        self.end, self.tools = special["<|assistant_end|>"], tokenizer.calls_tools
+        self.call, self.call_end = special["<|tool_start|>"], special["<|tool_end|>"]
+        self.quote, self.brace, self.letter, bracket, comma = (tokenizer.byte_id(byte) for byte in b'"}z],')
+        self.closers = [self.brace, bracket, self.quote, comma]
+
+    def narrow(self, matcher: Matcher, row: np.ndarray, left: int) -> None:
+        """Take away what leads too far, when it is time."""
+        if self.tools and row[self.call] and row[self.end] and left <= FAR:  # text, behind which a call may begin
+            if matcher.call_needs is None:
+                matcher.call_needs = self.shortest(matcher, FAR, self.call)
+            row[self.call] = left - SPARE > matcher.call_needs
+        if not matcher.landing and left <= min(matcher.look_at, FAR):
+            spare = left - SPARE - self.shortest(matcher, left)
+            matcher.landing = spare <= 0
+            matcher.look_at = left - max(1, spare // 4)  # a token can make the end longer, by a nested object for one
+        if matcher.landing:
+            self.steer(row)
+
+    def steer(self, row: np.ndarray) -> None:
+        """Leave only what is nearest to the end."""
+        if row[self.end]:
+            if not row[self.letter]:  # free text may be cut anywhere
+                only(row, self.end)
+        elif self.tools and row[self.call_end]:
+            only(row, self.call_end)
+        elif row[self.brace] and row[self.letter]:  # inside a string, which a brace does not end
+            if row[self.quote]:
+                only(row, self.quote)
+        else:
+            nearest = next((token for token in self.closers if row[token]), None)
+            if nearest is not None:
+                only(row, nearest)
+
+    def shortest(self, matcher: Matcher, most: int, first: int | None = None) -> int:
+        """Tokens to the end from here, or from behind a `first` one, as `steer` goes; `most` if they do not suffice."""
+        inner = matcher.inner.deep_copy()
+        if first is not None:
+            inner.consume_token(first)
+        for count in range(most):
+            if inner.is_stopped() or inner.is_accepting():
+                return count
+            row = np.unpackbits(np.frombuffer(inner.compute_bitmask(), np.uint8), bitorder="little").view(np.bool_)
+            self.steer(row)
+            if not row.any() or not inner.consume_token(int(row.argmax())):
+                return most
+        return most
+
+
+def only(row: np.ndarray, token: int) -> None:
+    row[:] = False
+    row[token] = True
+
+
+# Compiles a stranger's grammar where it can do no harm: in a process with limits, which may die of it.
+#
+#     trial = Trial(tokenizer)
+#     trial.reason(Grammar("regex", "("))        # why it cannot be compiled; "" when it can. From any thread
+#
+#     python -m ascendchat.engine.grammar           the other process: a tokenizer, then grammars, as pickles on its input
+#
+# Each grammar is compiled in a fork of that process, which starts with the first one (about half a second) and stays. The
+# limit is processor time, not time on the clock, so that a busy machine refuses nothing; the parent's patience is for a
+# process that does not run at all. A grammar gets QUICK_SECONDS first, which is many times what an honest one needs; what
+# is not done by then stands in another queue, before another process, and nobody but its like waits for it.
+
+QUICK_SECONDS = 0.25  # for one grammar, of processor time
+CPU_SECONDS = 3.0  # for one that was not done by then
+MEMORY = 4 << 30  # bytes of address space
+STACK = 4 << 20  # bytes: half of what the engine's thread usually has, so what passes here passes there
+PATIENCE = 120.0  # seconds on the clock
+ENDING = 1.0  # seconds on the clock, for a process whose output has ended
+TOO_MUCH = "it takes too much time or memory to compile"
+SLOW = "SLOW"  # the process's answer where its fork has reached the limit of time
+MOST_ANSWER = 4096  # characters of a reason: a pipe takes them at once
+NICE = 5  # answers under way come first
+
+
+class Trial:
+    """The parent's side: two lanes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.quick, self.thorough = Lane(tokenizer), Lane(tokenizer)
+
+    def reason(self, grammar: Grammar) -> str:
+        """Why a grammar cannot be compiled; empty when it can."""
+        reason = self.quick.reason(grammar, QUICK_SECONDS)
+        if reason is None:
+            reason = self.thorough.reason(grammar, CPU_SECONDS)
+        return TOO_MUCH if reason is None else reason
+
+
+class Lane:
+    """One process, and whoever waits for it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def reason(self, grammar: Grammar, seconds: float) -> str | None:
+        """As that of Trial; None when the time was not enough."""
+        with self._lock:
+            for _ in range(2):  # a process that was killed says nothing of the grammar: it is tried once more
+                if self.process is None or self.process.poll() is not None:
+                    self.process = self._start()
+                answer = self._ask(self.process, (grammar, seconds))
+                if answer is not None:
+                    return None if answer == SLOW else answer
+                if self._end() >= 0:
+                    break
+            return TOO_MUCH
+
+    def _end(self) -> int:
+        """How the process that gave no answer has ended; 0 when it had to be ended."""
+        process, self.process = self.process, None
+        assert process is not None
+        try:
+            return process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return 0
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        one = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ascendchat.engine.grammar"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **one, "PYTHONPATH": os.pathsep.join(path)},
+        )
+        assert process.stdin is not None
+        pickle.dump(getattr(self.tokenizer, "for_grammars", self.tokenizer), process.stdin)
+        return process
+
+    def _ask(self, process: subprocess.Popen[bytes], job: tuple[Grammar, float]) -> str | None:
+        """The other process's answer; None when it died or never came."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump(job, process.stdin)
+            process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
+        line = process.stdout.readline() if ready else b""
+        return str(json.loads(line)) if line.endswith(b"\n") else None
+
+
+def main() -> None:
+    """The other process: answers until its input ends."""
+
+    os.nice(NICE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is meant for the parent
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK)
+    tokens = vocabulary(pickle.load(sys.stdin.buffer))
+    while True:
+        try:
+            grammar, seconds = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        print(json.dumps(tried(tokens, grammar, seconds)), flush=True)
+
+
+def tried(tokens: Any, grammar: Grammar, seconds: float) -> str:
+    """What a fork of this process says of a grammar."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+        worker = threading.Thread(target=compile_one, args=(tokens, grammar, theirs))
+        worker.start()
+        worker.join()
+        os._exit(0)
+    os.close(theirs)
+    _, status = os.waitpid(child, 0)
+    with open(ours, encoding="utf-8", errors="replace") as file:
+        answer = file.read()
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        return SLOW
+    return answer[1:] if answer else TOO_MUCH  # it has died, or of an error that nobody thought of
+
+
+def compile_one(tokens: Any, grammar: Grammar, out: int) -> None:
+    """In a thread, whose stack has a size that is known: writes "." and the reason."""
+
+    try:
+        compiled(tokens, grammar).deep_copy()
+        reason = ""
+    except ValueError as error:
+        reason = str(error) or "it makes no sense"
+    os.write(out, b"." + reason.encode("utf-8", "replace")[:MOST_ANSWER])
+
+
+if __name__ == "__main__":
+    main()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 
 from ascendchat.config import UserError
-from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
-from ascendchat.config.generate import ModelConfig
+from ascendchat.config.generate import EvalBaseConfig, EvalChatConfig, ModelConfig
 from ascendchat.device import pick
 from ascendchat.device.cpu import prefer_plain_products
 from ascendchat.engine.engine import Engine

@@ -2,7 +2,7 @@
 
     report = choose(logits, read, settings, blocks, state, softcap=15.0, random=True)  # (2, B)
 
-The first kernel looks at a block of the vocabulary of a row: its likeliest token, with the noise of noise.py, and its
+The first kernel looks at a block of the vocabulary of a row: its likeliest token, with the noise of sampling.py, and its
 part of the normaliser; the second joins the blocks and notes the new token. sampling.sample computes the same, in
 twenty passes over the logits where nothing is compiled.
 """
@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ascendchat.engine import noise
+from ascendchat.engine import sampling
 from ascendchat.engine.sampling import LEAST_TEMPERATURE, Settings
-from ascendchat.nn.token_kernels import capped, wait
+from ascendchat.nn.triton_decoding import capped, wait
 
 FEW = 16  # rows
 BLOCK, WARPS, MANY_BLOCK, MANY_WARPS = 256, 2, 2048, 4  # tokens of a program, with few rows and many
 
-LEFT, RIGHT, WIDE, NARROW = (tl.constexpr(x) for x in (noise.LEFT, noise.RIGHT, noise.WIDE, noise.NARROW))
-ROUNDS, LANES, KEYS = (tl.constexpr(x) for x in (noise.ROUNDS, noise.LANES, noise.KEYS))
+LEFT, RIGHT, WIDE, NARROW = (tl.constexpr(x) for x in (sampling.LEFT, sampling.RIGHT, sampling.WIDE, sampling.NARROW))
+ROUNDS, LANES, KEYS = (tl.constexpr(x) for x in (sampling.ROUNDS, sampling.LANES, sampling.KEYS))
 COLDEST = tl.constexpr(LEAST_TEMPERATURE)
 
 

@@ -16,14 +16,14 @@ from typing import Any, cast
 import numpy as np
 
 from ascendchat.config import UserError, home
-from ascendchat.config.eval import EvalBaseConfig
+from ascendchat.config.generate import EvalBaseConfig
 from ascendchat.data.corpus import Corpus, open_corpora
 from ascendchat.device import pick
 from ascendchat.engine.cache import Narrowed, kept_dtype
 from ascendchat.engine.open import open_for_generation
 from ascendchat.eval import core
 from ascendchat.eval.bits import corpus_bits
-from ascendchat.eval.bundle import load_bundle
+from ascendchat.eval.core import load_bundle
 from ascendchat.eval.scorer import ModelScorer, Scorer, row_length
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.models.open import Opened

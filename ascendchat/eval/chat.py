@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ascendchat import sandbox
 from ascendchat.config import UserError, home, nearest
-from ascendchat.config.eval import EvalChatConfig
+from ascendchat.config.generate import EvalChatConfig
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.eval.examine import Examiner, ModelChooser, Outcome, check_room, examine

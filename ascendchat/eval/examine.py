@@ -25,9 +25,8 @@ from torch import Tensor
 
 from ascendchat.config import UserError
 from ascendchat.data.chat.template import Counts, Encoder, render_prompt
-from ascendchat.engine.generator import Generator, prompt_room
 from ascendchat.engine.padding import padded_length, stack, to_device
-from ascendchat.engine.request import Request, Sampling
+from ascendchat.engine.request import Generator, Request, Sampling, prompt_room
 from ascendchat.eval.core import centre
 from ascendchat.eval.scorer import batches
 from ascendchat.nn.attention import Attention

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ascendchat.config.stages import STAGES
+from ascendchat.config.train import STAGES
 from ascendchat.runs.results import best_results, stage_results
 from ascendchat.runs.run import run_folder
 from ascendchat.tasks import EVALUATIONS

@@ -27,9 +27,9 @@ from ascendchat import processes as ports
 from ascendchat.config import OutOfMemory, UserError, home
 from ascendchat.config.commands import LaunchConfig
 from ascendchat.files import write_atomic
+from ascendchat.launch.forkserver import Nursery
 from ascendchat.launch.rank import PROGRAM, node_prefix
 from ascendchat.launch.supervise import AttemptResult, run_torchrun
-from ascendchat.launch.warm import Nursery
 from ascendchat.parallel.world import SchedulerJob, World, derived_port, read_job, read_world
 
 __all__ = ["AttemptResult", "SchedulerJob", "World", "failure_text", "read_job", "read_world", "run"]
@@ -128,7 +128,7 @@ def not_writable(folder: Path, error: OSError) -> UserError:
 
 
 def can_fork(program: list[str]) -> bool:
-    """Whether the ranks of this program may be forked from a process that has imported its modules (warm.py)."""
+    """Whether the ranks of this program may be forked from a process that has imported its modules (forkserver.py)."""
     return sys.platform == "linux" and program[:2] == ["-m", "ascendchat"]
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from ascendchat.launch.forkserver import Nursery, WarmAgent
 from ascendchat.launch.rank import AUTOLOAD, KEPT_AUTOLOAD, MARK, log_file, started
-from ascendchat.launch.warm import Nursery, WarmAgent
 
 POLL = 0.05  # seconds between two looks at rank 0's log
 SLACK = 5.0  # seconds that torchrun itself gets to end after its ranks had their grace
@@ -39,7 +39,7 @@ class AttemptResult:
     stopped: int = 0
     port_taken: bool = False
     detail: str = ""
-    lost: bool = False  # no rank has begun: the process that forks (warm.py) has ended before
+    lost: bool = False  # no rank has begun: the process that forks (forkserver.py) has ended before
 
 
 class Agent(Protocol):

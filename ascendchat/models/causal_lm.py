@@ -10,18 +10,18 @@ cache. So every architecture that transformers writes that way trains, scores an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ascendchat.models.compiled import CompiledLayers
 from ascendchat.models.import_transformers import library
 from ascendchat.models.shape import HFShape
 from ascendchat.nn.documents import Documents
+from ascendchat.nn.loss import uncapped_score
 from ascendchat.nn.model import Attend, LanguageModel, Shift
-from ascendchat.nn.uncapped import uncapped_score
 
 ATTENTION = "ascendchat"
 
@@ -40,7 +40,7 @@ def attention(
     **ignored: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (B, H, T, D), (B, K, T, D) -> (B, T, H, D). `attend` and `scale` are those of
-    CausalLM, `alike` that of compiled.py; the mask is none of ours, since `attend` knows what each token sees."""
+    CausalLM, `alike` that of causal_lm.py; the mask is none of ours, since `attend` knows what each token sees."""
     if attend is None:
         raise RuntimeError("a model opened by ascendchat is called through CausalLM, not by itself")
     if scaling is not None and scaling != scale:
@@ -94,7 +94,7 @@ class CausalLM(LanguageModel):
         documents: Documents | None = None,
         **how: Any,
     ) -> Tensor:
-        """`how`: that of compiled.py."""
+        """`how`: that of causal_lm.py."""
         if documents is None:
             return self._run(tokens, torch.arange(tokens.size(1), device=tokens.device)[None], attend, **how)
         bounds, positions = documents.bounds, documents.positions
@@ -157,3 +157,61 @@ def register() -> None:
 def scale_of(inner: Any) -> float | None:
     """What the first attention layer multiplies its scores with."""
     return next((float(module.scaling) for module in inner.modules() if hasattr(module, "scaling")), None)
+
+
+# The layers of a model of transformers in training, compiled: once for all that do the same.
+#
+#     forward = CompiledLayers(model, device.compile, print)       # as model.forward; Learner in train/model.py
+#
+# A compiler that is given the whole model writes out each of its layers, for minutes. Here it sees one of them, with the
+# weights as arguments. Only what calls `forward` is compiled: samples and scores come in many shapes and call the model.
+
+MOST_GRAPHS = 64  # of layers that differ, of batches that do, with and without gradient; above that torch gives up
+
+
+def run(layer: nn.Module, *args: Any, **named: Any) -> Any:
+    """The layer itself. Its number would be a constant of the graph: `alike` asks for what layers have in common."""
+    return type(layer).forward(layer, *args, alike=True, **named)
+
+
+def routed(layer: nn.Module, *args: Any, compiled: Callable[..., Any] | None = None, **named: Any) -> Any:
+    """As the call wants it, not as a switch says: activations must be recomputed as they were made."""
+    if compiled is None:
+        return type(layer).forward(layer, *args, **named)
+    return compiled(layer, *args, **named)
+
+
+class CompiledLayers:
+    """The forward of a model. What cannot be compiled runs as it is, and a sentence says why."""
+
+    def __init__(self, model: CausalLM, compile: Callable[..., Any], say: Callable[[str], None]) -> None:
+        self.model, self.say, self.rows = model, say, 0
+        self.compiled: Callable[..., Any] | None = compile(run, dynamic=False, fullgraph=True)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+        windows = model.shape.windows()
+        for layer in model.layers:
+            layer.forward = partial(routed, layer)
+            for module in layer.modules():
+                if isinstance(number := getattr(module, "layer_idx", None), int):
+                    module.first_alike = windows.index(windows[number])  # type: ignore[assignment]
+
+    def __call__(self, tokens: Tensor, *args: Any, **named: Any) -> Tensor:
+        if self.compiled is not None and self._usual(len(tokens)):
+            try:
+                return self.model(tokens, *args, **named, compiled=self.compiled)  # type: ignore[no-any-return]
+            except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+                self.compiled = None
+                self.say(f"the layers of the model are not compiled: {reason(error)}")
+        return self.model(tokens, *args, **named)  # type: ignore[no-any-return]
+
+    def _usual(self, rows: int) -> bool:
+        """Not the last batch of an evaluation, which has fewer rows and would be compiled for itself."""
+        self.rows = rows if torch.is_grad_enabled() else max(rows, self.rows)
+        return rows == self.rows
+
+
+def reason(error: Exception) -> str:
+    """One line; that of an error behind which the compiler hides another is the other's."""
+    inner = getattr(error, "inner_exception", None) or error
+    line = str(inner).strip().partition("\n")[0]
+    return f"{type(inner).__name__}: {line}" if line else type(inner).__name__

@@ -6,7 +6,7 @@
 
 Every version of nanochat is our GPT (nn/gpt.py) with other constants (FORMULAS in sizes/shape.py) and without some of
 its parts, whose weights are then zero. Which version wrote a file is told by the weights that it has. The files are
-pickles: weights are read as tensors only, the tokenizer by models/nanochat_tokenizer.py; nothing in them is executed.
+pickles: weights are read as tensors only, the tokenizer by models/nanochat.py; nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from torch import Tensor
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError
 from ascendchat.config.generate import ImportNanochatConfig
+from ascendchat.data.tokenizer.learn import merges_of
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.models.nanochat_tokenizer import read_tokenizer
 from ascendchat.nn.gpt import GPT
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes.shape import SMEAR_GATE_CHANNELS, VOCAB_MULTIPLE, Shape, round_up
@@ -271,4 +271,103 @@ def convert(path: Path, weights: Mapping[str, Tensor], shape: Shape) -> dict[str
     wrong = [name for name, size in wanted.items() if made[name].shape != size]
     if wrong:
         raise RuntimeError(f"{wrong[0]} is {tuple(made[wrong[0]].shape)} instead of {tuple(wanted[wrong[0]])}")
+    return made
+
+
+# nanochat's tokenizer as ours: `ascendchat import nanochat DIR` reads its tokenizer.pkl here.
+#
+#     tokenizer = read_tokenizer(Path("nanochat/tokenizer/tokenizer.pkl"))
+#
+# The file is a pickled tiktoken Encoding, and unpickling can run any program. So the one name that such a file needs
+# stands for a class of our own that only keeps what it is given, and every other name is refused before it is looked up.
+
+RENAMED = {"<|python_start|>": "<|tool_start|>", "<|python_end|>": "<|tool_end|>"}
+NEEDED = ("bos", *(f"{who}_{edge}" for who in ("user", "assistant", "tool", "output") for edge in ("start", "end")))
+BROKEN = (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, MemoryError)
+
+
+class Kept:
+    """In the place of a tiktoken Encoding: its state, not understood."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _bytes(text: str, encoding: str) -> bytes:
+    """How pickles before protocol 3 write bytes."""
+    if type(text) is not str or encoding != "latin1":
+        raise pickle.UnpicklingError("a call that makes no bytes")
+    return text.encode("latin1")
+
+
+class Reader(pickle.Unpickler):
+    """Knows the names that a pickled tiktoken Encoding holds, and no others."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        super().__init__(file)
+        self.path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("tiktoken.core", "Encoding"):
+            return Kept
+        if (module, name) == ("_codecs", "encode"):
+            return _bytes
+        raise UserError(
+            f"{self.path} asks for {module}.{name}, which no tokenizer of nanochat needs: nothing of it was run, and "
+            "it is not opened; get the file from where the model was trained"
+        )
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The same ids for every text, nanochat's special tokens under our names."""
+    try:
+        with open(path, "rb") as file:
+            kept = Reader(file, path).load()
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); name the folder that holds it: --tokenizer FOLDER"
+        ) from None
+    except BROKEN as error:
+        raise UserError(f"{path} is no whole pickle ({error or type(error).__name__}); copy it again") from None
+    state = getattr(kept, "state", None)
+    if not isinstance(kept, Kept) or not isinstance(state, dict):
+        raise UserError(
+            f"{path} holds no vocabulary of its own; only tokenizers that nanochat has trained are imported"
+        )
+    pattern: Any = state.get("pat_str")
+    ranks: Any = state.get("mergeable_ranks")
+    specials: Any = state.get("special_tokens")
+    if type(pattern) is not str or not _table(ranks, bytes) or not _table(specials, str):
+        raise UserError(
+            f"{path} is no tokenizer of nanochat: pattern, ranks or special tokens are missing; copy it again"
+        )
+    return _tokenizer(path, pattern, ranks, specials)
+
+
+def _table(value: Any, kind: type) -> bool:
+    return type(value) is dict and bool(value) and all(type(k) is kind and type(n) is int for k, n in value.items())
+
+
+def _tokenizer(path: Path, pattern: str, ranks: dict[bytes, int], specials: dict[str, int]) -> Tokenizer:
+    ordered = sorted(specials, key=specials.__getitem__)
+    names = [RENAMED.get(name, name) for name in ordered]
+    if missing := [name for name in NEEDED if f"<|{name}|>" not in names]:
+        raise UserError(
+            f"{path} has no special token <|{missing[0]}|>, so no conversation can be written; name another: "
+            "--tokenizer FOLDER"
+        )
+    try:
+        made = Tokenizer(merges_of(ranks), pattern, names)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"{path} is no byte-level BPE as nanochat learns it ({error}); name another: --tokenizer FOLDER"
+        ) from None
+    same = all(ranks.get(token) == number for number, token in enumerate(made.tokens))
+    if not same or len(ranks) != len(made.tokens) or list(made.specials.values()) != [specials[n] for n in ordered]:
+        raise UserError(
+            f"{path} numbers its tokens otherwise than nanochat does (bytes, merges, special tokens); name another: "
+            "--tokenizer FOLDER"
+        )
     return made

@@ -19,9 +19,8 @@ import torch
 
 from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.config import UserError, home, load_yaml
-from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
-from ascendchat.config.generate import ModelConfig
-from ascendchat.config.stages import STAGES
+from ascendchat.config.generate import EvalBaseConfig, EvalChatConfig, ModelConfig
+from ascendchat.config.train import STAGES
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.data.verify import MANIFEST
 from ascendchat.models.causal_lm import CausalLM
@@ -41,8 +40,7 @@ from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.model import LanguageModel
 from ascendchat.parallel.context import Context
-from ascendchat.runs.run import run_folder
-from ascendchat.runs.saved import NAME, named_folder
+from ascendchat.runs.run import NAME, named_folder, run_folder
 from ascendchat.sizes.shape import Shape
 
 

@@ -22,7 +22,7 @@ from ascendchat.files import write_atomic
 from ascendchat.models.folder import Folder, OpenedFolder, at, empty_model, find, load_tokenizer, open_folder, read_json
 from ascendchat.models.lora import load_adapter, merge
 from ascendchat.models.trial import check
-from ascendchat.runs.saved import NAME as STEP
+from ascendchat.runs.run import NAME as STEP
 
 BESIDE = "huggingface"  # folder beside the checkpoints: config.json, tokenizer, chat template
 BASE = "base.json"  # in it, with adapters: the path and the fingerprint of the model that they are for

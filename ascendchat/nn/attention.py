@@ -23,7 +23,7 @@ A kernel that was asked for and cannot run is an error; nothing falls back silen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
@@ -34,8 +34,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.config import UserError
-from ascendchat.nn.masks import cache_mask, same, visible, window_blocks
-from ascendchat.nn.parity import decode_fault
 
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
 USUAL_LENGTH = 256  # tokens of a document: what there is room for before the first text is seen
@@ -233,7 +231,6 @@ class Flash(Sdpa):
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             y: Any = flex_attention(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
             return y.transpose(1, 2)
-        from ascendchat.nn.flash_kernel import flash
 
         return flash(q, k, v, None, q.size(1), window, scale)
 
@@ -253,7 +250,6 @@ class Flash(Sdpa):
             from ascendchat.device.cuda_attention import attend
 
             return attend(q, k, v, window, scale, bounds)
-        from ascendchat.nn.flash_kernel import flash
 
         a, b, c = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         return flash(a, b, c, bounds, q.size(1), window, scale).view(q.shape)
@@ -261,14 +257,10 @@ class Flash(Sdpa):
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
         compiling = torch.compiler.is_compiling()
         if q.size(1) > 1 and not compiling:
-            from ascendchat.nn.flash_kernel import behind
-
             return behind(q, k, v, lengths, window, scale)
         if q.size(1) > 1 or window < k.size(1) or not self.triton:
             return super().cached(q, k, v, lengths, window, scale)
         if q.size(0) > FEW_ROWS and compiling:
-            from ascendchat.nn.products import products
-
             return products(q, k, v, lengths, scale)
         from ascendchat.nn.triton_decoding import one_query
 
@@ -376,3 +368,238 @@ def choose(
             return kernel, f"attention: {kernel.name}{why}"
         refused.append(f"{kernel.name} ({reason})")
     raise AssertionError("the reference runs everywhere")
+
+
+# Masks of attention, bool, True where a query sees a key.
+
+
+def visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """(queries, keys) bool, True where a query sees a key; the last query is aligned to the last key."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def cache_mask(queries: int, keys: int, lengths: Tensor, window: int) -> Tensor:
+    """(B, 1, queries, keys) bool: row b holds `lengths[b]` keys, and its queries are the last of them."""
+    position = lengths[:, None] - queries + torch.arange(queries, device=lengths.device)  # (B, queries)
+    distance = position[:, :, None] - torch.arange(keys, device=lengths.device)
+    return ((distance >= 0) & (distance < window))[:, None]
+
+
+def same(queries: Tensor, keys: Tensor) -> Tensor:
+    """(B, 1, queries, keys) bool from the numbers of their documents (B, queries) and (B, keys)."""
+    return queries[:, None, :, None] == keys[:, None, None, :]
+
+
+def inside(window: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Whether a query sees a key, as FlexAttention asks."""
+    return (query >= key) & (query - key < window)
+
+
+def window_blocks(length: int, window: int, device: torch.device, size: int = 128) -> Any:
+    """The block mask of FlexAttention for rows of `length` that see `window` tokens back. `create_block_mask` finds the
+    same, but makes the mask of every token first: 34 GB of whole numbers for rows of 65,536."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    number = torch.arange(-(-length // size), device=device)
+    apart = (number[:, None] - number) * size  # from the first token of a block of queries back to that of its keys
+    seen = (apart >= 0) & (apart - size + 1 < window)
+    whole = (apart > 0) & (apart + size - 1 < window) & ((number[:, None] + 1) * size <= length)
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of each row, and which; the others follow."""
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(dim=-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+    some, full = listed(seen & ~whole), listed(whole)
+    rule = partial(inside, window)
+    return BlockMask.from_kv_blocks(*some, *full, BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(length, length))
+
+
+# Whether a kernel decodes rightly on the device that is there: `decode_fault(kernel, plain, "npu", dtype, head_dim)`.
+#
+# A fused kernel can be wrong on one chip or driver without an error: one report has masks that are ignored from the 513th
+# key on (vllm-ascend issue 15503). So a kernel that asks for it is compared with plain attention before it decodes for
+# the first time: four rows around those lengths, and a few queries behind a cache. attention.py calls it.
+
+LENGTHS = (1, 511, 513, 2048)  # keys that the rows hold, of 2,048 places
+QUERIES = 16  # behind a cache of twice as many keys
+TOLERANCE = 0.05  # of outputs around 1: bfloat16 rounds by 0.004, a key too many moves them by far more
+
+
+@cache
+def decode_fault(
+    kernel: Attention, plain: Attention, device_type: str, dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """What is wrong with the kernel, or None."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(device_type, dtype)
+
+    rows, scale, longest = len(LENGTHS), head_dim**-0.5, max(LENGTHS)
+    q, k, v = drawn(rows, 1, 2, head_dim), drawn(rows, longest, 1, head_dim), drawn(rows, longest, 1, head_dim)
+    for row, length in enumerate(LENGTHS):
+        v[row, length:] = 8.0  # a key that must not be seen shows
+    found, right = (one.one_query(q, k, v, LENGTHS, scale).float() for one in (kernel, plain))
+    errors = (found - right).abs().amax(dim=(1, 2, 3)).tolist()
+    for length, error in zip(LENGTHS, errors):
+        if not error <= TOLERANCE:
+            return f"it is wrong on this device with {length} keys, by {error:.2g}"
+    q, k, v = drawn(2, QUERIES, 2, head_dim), drawn(2, 2 * QUERIES, 1, head_dim), drawn(2, 2 * QUERIES, 1, head_dim)
+    held = torch.tensor([2 * QUERIES, QUERIES + 3], device=device_type)
+    found, right = (one.cached(q, k, v, held, QUERIES, scale).float() for one in (kernel, plain))
+    error = float((found - right).abs().max())
+    return (
+        None
+        if error <= TOLERANCE
+        else f"it is wrong on this device with {QUERIES} queries behind a cache, by {error:.2g}"
+    )
+
+
+# Attention of one new query per row as products and sums, for compilers: the kernel `flash` of attention.py.
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """One query per row (B, 1, H, D) as products and sums, which a compiler turns into two passes over the memory of
+    the cache: 160,696 tokens/s at batch 256 on an H200. With few rows its many launches cost more than the reading."""
+    heads, groups = k.size(2), q.size(2) // k.size(2)
+    query = q.float().view(q.size(0), 1, heads, groups, q.size(3))
+    scores = (query * k.float()[:, :, :, None]).sum(-1) * scale  # (B, S, K, G)
+    there = torch.arange(k.size(1), device=k.device)[None, :] < lengths[:, None]
+    weights = scores.masked_fill(~there[:, :, None, None], float("-inf")).softmax(dim=1)
+    out = (weights[..., None] * v.float()[:, :, :, None]).sum(1)  # (B, K, G, D)
+    return out.view(q.shape).to(q.dtype)
+
+
+# torch's flash kernel with what scaled_dot_product_attention does not expose: windows, and documents end to end.
+#
+#     flash(q, k, v, None, T, window, scale)            # rows (B, T, H, D)
+#     flash(q, k, v, bounds, longest, window, scale)    # documents (N, H, D); bounds (documents + 1,) int32, from 0 to N
+#     behind(q, k, v, lengths, window, scale)           # new queries (B, Tq, H, D), a cache (B, S, K, D); no gradient
+#     banded(q, k, v, None, None, Tq, Tk, left, right, scale)    # other lengths of queries and keys; also the logsumexp
+#
+# Used by the kernel `flash` of attention.py and by compat/flash.py, on CUDA. It is an operator of its own, which a compiler
+# calls as it is: what torch's version of it returns besides the result differs between versions, and only the result and
+# the normaliser matter without dropout. Documents may have no tokens, so the bounds can have the same size for every
+# batch.
+
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? q_bounds, Tensor? k_bounds, int q_longest, int k_longest, "
+    "int left, int right, float scale"
+)
+
+
+def _limits(left: int, right: int, scale: float) -> dict[str, Any]:
+    """-1 is no limit, and the faster kernel."""
+    return {"scale": scale, "window_size_left": left, "window_size_right": right}
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_bounds: Tensor | None,
+    k_bounds: Tensor | None,
+    q_longest: int,
+    k_longest: int,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    known = (q_bounds, k_bounds, q_longest, k_longest, 0.0, right == 0, False)  # no dropout, causal?, no debug mask
+    result = torch.ops.aten._flash_attention_forward(q, k, v, *known, **_limits(left, right, scale))
+    return result[0], result[1]
+
+
+_flash = torch.library.custom_op(
+    "ascendchat::flash", _run, mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op(
+    "ascendchat::flash_gradient",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor normaliser, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+def _gradient(
+    grad: Tensor,
+    out: Tensor,
+    normaliser: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_bounds: Tensor | None,
+    k_bounds: Tensor | None,
+    q_longest: int,
+    k_longest: int,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of the dropout that there is not
+    known = (q_bounds, k_bounds, q_longest, k_longest, 0.0, right == 0, random, random)
+    tensors = (grad.contiguous(), q, k, v, out, normaliser)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(*tensors, *known, **_limits(left, right, scale))
+    return dq, dk, dv
+
+
+@_flash.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    size = (q.size(1), q.size(0)) if bounds is not None else (q.size(0), q.size(2), q.size(1))
+    return torch.empty_like(q), q.new_empty(size, dtype=torch.float32)
+
+
+@_gradient.register_fake
+def _(grad: Tensor, out: Tensor, normaliser: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:5])
+    ctx.rest = inputs[5:]
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return *_gradient(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 7
+
+
+_flash.register_autograd(_backward, setup_context=_keep)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int, scale: float) -> Tensor:
+    """Causal attention; a query sees `window` keys, its own among them. Where nobody compiles or learns, the operator
+    is left out: its first call imports torch's compiler, for which a chat would wait 2.5 s."""
+    left = window - 1 if window < longest else -1
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    attend = _flash if learns or torch.compiler.is_compiling() else _run
+    return attend(q, k, v, bounds, bounds, longest, longest, left, 0, scale)[0]
+
+
+def behind(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
+    """Row b holds lengths[b] keys, and its queries are the last of them; each sees `window`, its own among them."""
+    (rows, queries), keys = q.shape[:2], k.size(1)
+    row = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+    known = (row * queries, row * keys, queries, keys, 0.0, True, False)  # no dropout, causal, no debug mask
+    limits = _limits(window - 1 if window < keys else -1, 0, scale)
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    out = torch.ops.aten._flash_attention_forward(*flat, *known, **limits, seqused_k=lengths.int())[0]
+    return out.view(q.shape)
+
+
+def banded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_bounds: Tensor | None,
+    k_bounds: Tensor | None,
+    q_longest: int,
+    k_longest: int,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The last query stands at the last key; each sees `left` keys before its place and `right` behind it, -1: all.
+    Also the logsumexp of the scores, (B, H, T) or (H, N), without a gradient."""
+    out, normaliser = _flash(q, k, v, q_bounds, k_bounds, q_longest, k_longest, left, right, scale)
+    return out, normaliser.detach()

@@ -1,5 +1,5 @@
 """Attention with every option of FlashAttention, in plain torch operations: for any device, and for options that no
-fused kernel has (softcap, ALiBi). Used by compat/flash.py and flash_cache.py.
+fused kernel has (softcap, ALiBi). Used by compat/flash.py and flash_attend.py.
 
     out, lse = dense(q, k, v, Rule(left=-1, right=0, scale=0.125))     # (B, Tq, H, D) and (B, Tk, K, D), causal
 

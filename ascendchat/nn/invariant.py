@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ascendchat.nn.attention import Ints
 from ascendchat.nn.gpt import PlainOps
-from ascendchat.nn.readout import Float32Readout
+from ascendchat.nn.logprobs import Float32Readout
 
 TILE = 32  # rows of a product
 BLOCK = 64  # keys of a block

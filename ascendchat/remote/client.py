@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, wait
 from dataclasses import replace
@@ -30,11 +32,9 @@ from typing import Any, TypeVar
 
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.engine.generator import Weights
-from ascendchat.engine.request import Completion, Request, Sampling
+from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
 from ascendchat.remote.completions import Answer, Unusable, body_of
 from ascendchat.remote.http import FIRST_PAUSE, GONE, LONGEST_PAUSE, TROUBLE, Again, Link
-from ascendchat.remote.remote_stream import RemoteStream
 from ascendchat.remote.servers import PauseMode, Server
 from ascendchat.remote.vllm import VllmServer, find_out, first_line
 from ascendchat.remote.weights import Scorer, probe_of
@@ -397,3 +397,51 @@ async def paused(server: Server, mode: PauseMode) -> AsyncIterator[None]:
 def shifted(sampling: Sampling, attempt: int) -> Sampling:
     """Other noise."""
     return replace(sampling, seed=(sampling.seed + 0x9E3779B97F4A7C15 * attempt) % 2**62)
+
+
+# One answer of a server as it comes: the generator.Stream of client.py.
+#
+# with closing(remote.stream(request)) as stream:
+#     for piece in stream: ...
+
+
+class RemoteStream:
+    """The generator.Stream of one request."""
+
+    def __init__(self, remote: Remote, request: Request, body: dict[str, Any]) -> None:
+        self._remote = remote
+        self._answer = Answer(request, remote.tokenizer, remote.ours, remote.version)
+        self._ready: deque[Piece] = deque()
+        self._over = False
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # may be filled by a signal handler of its reader
+        self._task = asyncio.run_coroutine_threadsafe(remote._pieces(body, self._inbox.put), remote._loop)
+
+    @property
+    def completion(self) -> Completion:
+        return self._answer.completion
+
+    def __iter__(self) -> RemoteStream:
+        return self
+
+    def __next__(self) -> Piece:
+        while not self._ready and not self._over:
+            event = self._inbox.get()
+            if isinstance(event, Exception):
+                self._over = True
+                raise event
+            if event is None:
+                self._over = True
+                self._ready.extend(self._answer.close())
+                self._remote._seen(self.completion)
+            else:
+                self._ready.extend(self._answer.take(event))
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._inbox.put(None)
+
+    def __del__(self) -> None:
+        self._task.cancel()

@@ -33,10 +33,8 @@ from urllib.parse import urlsplit
 from ascendchat.checkpoint import Damaged, read_file, write_weights
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.engine.generator import Weights
-from ascendchat.engine.request import Completion, Request, Sampling
+from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
 from ascendchat.remote.client import Remote
-from ascendchat.remote.fleet_stream import FleetStream
 from ascendchat.remote.http import NoAnswer
 from ascendchat.remote.routing import Candidate, blocks_of, choose, remember
 from ascendchat.remote.weights import Scorer, remembered
@@ -398,3 +396,57 @@ class Fleet:
             remote.load(read_file(self._weights), self.version)
         except (*FAILURES, ValueError) as error:
             self.lose(member, remote, str(error))
+
+
+# One answer of a Fleet as it comes: `fleet.stream(request)`. Until its first piece it may be asked elsewhere.
+
+MOST_ATTEMPTS = 12  # servers that may fail before it is given up
+
+
+class FleetStream:
+    """The generator.Stream of one request."""
+
+    def __init__(self, fleet: Fleet, request: Request) -> None:
+        self._fleet, self._request = fleet, request
+        self._attempts, self._read, self._counted = 0, False, False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._attempts += 1
+        self._member, remote = self._fleet.take([self._request])
+        self._remote, self._counted = remote, True
+        self._stream = remote.stream(self._request)
+
+    @property
+    def completion(self) -> Completion:
+        return self._stream.completion
+
+    def __iter__(self) -> FleetStream:
+        return self
+
+    def __next__(self) -> Piece:
+        while True:
+            try:
+                piece = next(self._stream)
+            except (UserError, OSError, CancelledError) as error:
+                self._end()
+                self._fleet.lose(self._member, self._remote, str(error) or "the connection was closed")
+                if self._read or self._attempts == MOST_ATTEMPTS:
+                    raise
+                self._begin()
+            except BaseException:
+                self._end()
+                raise
+            else:
+                self._read = True
+                return piece
+
+    def _end(self) -> None:
+        """It no longer counts as under way there."""
+        if self._counted:
+            self._counted = False
+            self._fleet.give(self._member, 1)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._end()

@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ascendchat.config import UserError
-from ascendchat.config.rl import RlConfig
-from ascendchat.config.rollout import vllm_settings
+from ascendchat.config.rl import RlConfig, vllm_settings
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device.env import devices_behind, without_own_settings
 from ascendchat.parallel import collectives
@@ -107,7 +106,7 @@ class OwnServer:
     def _begin(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         begin = self.log.stat().st_size if self.log.exists() else 0
-        words = [sys.executable, "-m", "ascendchat.tied", *self.command, "--port", str(self.port)]
+        words = [sys.executable, "-m", "ascendchat.processes", *self.command, "--port", str(self.port)]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 words, env=self.environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True

@@ -19,7 +19,7 @@ import httpx
 
 from ascendchat.checkpoint import write_weights
 from ascendchat.config import UserError
-from ascendchat.engine.generator import Weights
+from ascendchat.engine.request import Weights
 from ascendchat.remote.http import Link, NoRoute
 from ascendchat.remote.weights import as_dtypes, checksum
 

@@ -28,9 +28,9 @@ import torch
 
 from ascendchat.checkpoint import write_weights
 from ascendchat.config import UserError
-from ascendchat.engine.generator import Weights
+from ascendchat.engine.request import Weights
 from ascendchat.files import usual_mode
-from ascendchat.remote import transfer
+from ascendchat.remote import weights as transfer
 from ascendchat.remote.http import TROUBLE, Again, Link, NoRoute
 from ascendchat.remote.servers import OurServer, PauseMode, Server
 from ascendchat.remote.weights import Scorer, Scores, compare, judge

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ascendchat.remote.transfer import Group, address_towards, meet
+from ascendchat.remote.weights import Group, address_towards, meet
 
 
 class WeightReceiver:

@@ -1,17 +1,24 @@
 """`ascendchat report --run demo`: curves, tables, samples and environment of runs, in one file. No torch.
 
-gather.py reads the run folders, content.py says what is shown, plots.py draws, html.py and markdown.py write.
+gather.py reads the run folders, content.py says what is shown, plots.py draws, html.py and html.py write.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
 
 from ascendchat.config import UserError
-from ascendchat.config.report import ReportConfig
+from ascendchat.config.commands import ReportConfig
 from ascendchat.files import write_atomic
+from ascendchat.report.content import Section
+from ascendchat.report.html import body, mark, page
 from ascendchat.runs.run import run_folder
 
 if TYPE_CHECKING:
@@ -22,8 +29,7 @@ def run(config: ReportConfig) -> int:
     """The command."""
     from ascendchat.report.content import content
     from ascendchat.report.gather import gather, newest_run
-    from ascendchat.report.html import page
-    from ascendchat.report.markdown import write_markdown
+    from ascendchat.report.html import page, write_markdown
 
     names = config.run or (newest_run(),)
     title = ", ".join(names)
@@ -51,7 +57,6 @@ def run(config: ReportConfig) -> int:
 
 def watch(title: str, make: Callable[[], list[Section]], config: ReportConfig) -> int:
     """Until Ctrl-C."""
-    from ascendchat.report.watch import Watched, server
 
     with server(Watched(title, make), config.host, config.port) as listening:
         print(f"the report of {title}: http://{config.host}:{listening.server_address[1]} (Ctrl-C ends it)", flush=True)
@@ -60,3 +65,59 @@ def watch(title: str, make: Callable[[], list[Section]], config: ReportConfig) -
         except KeyboardInterrupt:
             return 0
     return 0
+
+
+# `ascendchat report --watch`: the report of a run while it trains, on this machine; the page follows by itself.
+
+FRESH = 2.0  # seconds for which a content is not made again
+
+
+class Watched:
+    """The sections of the report, made anew when somebody asks and the last ones are old."""
+
+    def __init__(self, title: str, make: Callable[[], list[Section]]) -> None:
+        self.title, self.make = title, make
+        self._lock, self._made, self._at = threading.Lock(), make(), time.monotonic()
+
+    def sections(self) -> list[Section]:
+        with self._lock:
+            if time.monotonic() - self._at > FRESH:
+                with contextlib.suppress(UserError, OSError):  # it is being set aside: what was there is shown
+                    self._made = self.make()
+                self._at = time.monotonic()
+            return self._made
+
+
+def server(watched: Watched, host: str, port: int) -> ThreadingHTTPServer:
+    """Not running yet: serve_forever()."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            address = urlsplit(self.path)
+            if address.path == "/":
+                return self.answer(page(watched.title, watched.sections(), follows=True))
+            if address.path != "/content":
+                return self.send_error(404)
+            inner = body(watched.sections())
+            if parse_qs(address.query).get("seen") == [mark(inner)]:
+                self.send_response(204)
+                return self.end_headers()
+            return self.answer(inner, mark(inner))
+
+        def answer(self, text: str, marked: str = "") -> None:
+            data = text.encode()
+            self.send_response(200)
+            self.send_header("content-type", "text/html; charset=utf-8")
+            self.send_header("content-length", str(len(data)))
+            self.send_header("content-security-policy", "default-src 'self' 'unsafe-inline' data:")
+            self.send_header("x-mark", marked)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    try:
+        return ThreadingHTTPServer((host, port), Handler)
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from None

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.config import UserError, home, load_yaml
-from ascendchat.config.stages import STAGES
-from ascendchat.runs.earlier import read_facts
+from ascendchat.config.train import STAGES
 from ascendchat.runs.results import best_results, stage_results
-from ascendchat.runs.run import read_metrics, run_folder
+from ascendchat.runs.run import read_facts, read_metrics, run_folder
 
 VALIDATION = "bpb", "val_loss", "accuracy", "core"  # metrics that a model is chosen by begin so
 OWN = {"seed", "run", "resume", "device_type", "config", "track", "tokenizer", "output_dir"}  # not of the training

@@ -26,36 +26,32 @@ from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.data.toyworld import LANGUAGES
 from ascendchat.engine.engine import Engine
-from ascendchat.engine.generator import Generator, prompt_room
-from ascendchat.engine.request import Completion, Sampling
+from ascendchat.engine.request import Completion, Generator, Sampling, prompt_room
 from ascendchat.models.shape import HFShape
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantReadout
-from ascendchat.nn.logprobs import head_logprobs
-from ascendchat.nn.readout import Drawn, Float32Readout, Readout
+from ascendchat.nn.logprobs import Drawn, Float32Readout, Readout, head_logprobs
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.remote.rollouts import Sizes, check_addresses, open_rollouts
 from ascendchat.rl.grpo import PRESETS, length_penalty
 from ascendchat.rl.invariant import InvariantLearner, batch_invariant
-from ascendchat.rl.policy_loss import PolicyLoss, method_of
 from ascendchat.rl.questions import QuestionFile, load_questions
 from ascendchat.rl.rewards import Judge
 from ascendchat.rl.rollout import Questions, Rollout
 from ascendchat.rl.schedule import Rhythm
 from ascendchat.rl.source import Beside, InTurn, chunk_of
-from ascendchat.rl.stage import RlStage
+from ascendchat.rl.stage import PolicyLoss, RlStage, method_of
 from ascendchat.rl.workflow import Workflows
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.memory import caches, policy_logits
 from ascendchat.sizes.shape import Shape
 from ascendchat.tasks import Task
-from ascendchat.train.beginning import Beginning, begin_with_ours, begin_with_theirs
 from ascendchat.train.model import Learner
 from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context
-from ascendchat.train.start import only_weights
+from ascendchat.train.start import Beginning, begin_with_ours, begin_with_theirs, only_weights
 
 MOST_SLOTS = 256
 BUSY_TOKENS = 1 << 15  # of a micro-batch: more make no device faster

@@ -27,7 +27,7 @@ from ascendchat.data.chat.turns import asked as about
 from ascendchat.data.mixture import is_held_out
 from ascendchat.data.read import format_of
 from ascendchat.data.surrogates import HALF, has_half
-from ascendchat.rl import terms
+from ascendchat.rl import rewards
 from ascendchat.tasks import load
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.humaneval import ASK
@@ -108,9 +108,9 @@ class QuestionFile(Task):
         if not held or not train:
             notices.append(f"{self.name} is too small to keep some for examination: examined on what is trained on")
             train, held = every, every[:32]
-        judged = [line for line in held if not terms.why_unjudged(json.loads(line)[1])]
+        judged = [line for line in held if not rewards.why_unjudged(json.loads(line)[1])]
         if 0 < len(judged) < len(held):
-            why = next(filter(None, (terms.why_unjudged(json.loads(line)[1]) for line in held)))
+            why = next(filter(None, (rewards.why_unjudged(json.loads(line)[1]) for line in held)))
             left_out = f"{len(held) - len(judged)} of {len(held)} questions for examinations have no answer to compare"
             notices.append(f"{self.name}: {left_out}: {why}; left out")
             held = judged
@@ -138,11 +138,11 @@ class QuestionFile(Task):
     @property
     def checkable(self) -> bool:
         """Whether the rows say what is right, as the first of them do."""
-        return not any(terms.why_unjudged(self.row(index)) for index in range(min(8, len(self))))
+        return not any(rewards.why_unjudged(self.row(index)) for index in range(min(8, len(self))))
 
     def correct(self, index: int, reply: str) -> bool:
         prompt, columns = self._at(index)
-        return terms.answer(text_of(prompt[-1]["content"]), reply, **columns) > 0
+        return rewards.answer(text_of(prompt[-1]["content"]), reply, **columns) > 0
 
 
 def _stored(asked: Asked) -> str:

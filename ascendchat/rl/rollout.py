@@ -21,15 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ascendchat.config import UserError
-from ascendchat.data.arrange import shuffled
 from ascendchat.data.chat.rows import best_fit
 from ascendchat.data.chat.template import Counts, render_prompt
+from ascendchat.data.corpus import shuffled
 from ascendchat.data.mixture import locate, parse_mixture, shares
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.engine.generator import Generator
-from ascendchat.engine.request import Completion, Request, Sampling
+from ascendchat.engine.request import Completion, Generator, Request, Sampling
 from ascendchat.nn import IGNORE
-from ascendchat.remote.partial import joined, rest
+from ascendchat.remote.completions import joined, rest
 from ascendchat.rl.questions import load_questions
 from ascendchat.rl.rewards import Asked, Judge
 from ascendchat.tasks import Task, pass_at_k

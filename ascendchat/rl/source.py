@@ -21,8 +21,7 @@ import torch
 
 from ascendchat.checkpoint import host_copy
 from ascendchat.config import UserError
-from ascendchat.engine.generator import Weights
-from ascendchat.engine.request import Completion, Request
+from ascendchat.engine.request import Completion, Request, Weights
 from ascendchat.parallel import collectives
 from ascendchat.rl.rollout import Begun, Rollout, begun
 from ascendchat.rl.schedule import Rhythm, Slot

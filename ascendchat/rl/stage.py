@@ -9,13 +9,15 @@ its question, and the likelier the better ones become (grpo.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.checkpoint import Checkpoint
@@ -27,10 +29,20 @@ from ascendchat.engine.padding import to_device
 from ascendchat.engine.request import Completion
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.models.trained import HFSource
+from ascendchat.nn import IGNORE
+from ascendchat.nn.logprobs import Drawn, head_logprobs, head_objective
 from ascendchat.parallel import collectives
 from ascendchat.rl.buffer import Part, dealt, from_tensors, to_tensors
-from ascendchat.rl.grpo import advantages, mean_correction, token_weight
-from ascendchat.rl.policy_loss import PolicyBatch, PolicyLoss
+from ascendchat.rl.grpo import (
+    PRESETS,
+    Method,
+    advantages,
+    correction,
+    k3,
+    mean_correction,
+    sequence_anchor,
+    token_weight,
+)
 from ascendchat.rl.rollout import Group, TokenRows, pack
 from ascendchat.rl.schedule import Slot
 from ascendchat.rl.source import InTurn
@@ -39,7 +51,7 @@ from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.schedule import Curve
 from ascendchat.tasks import Task
-from ascendchat.train.model import optimizer_for
+from ascendchat.train.model import Learner, optimizer_for
 from ascendchat.train.rows import curve, learning_rates
 from ascendchat.train.stage import Correction, Loss, Stage
 
@@ -223,7 +235,7 @@ class RlStage(Stage):
         return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths, known)
 
     def loss(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
-        """See policy_loss.py."""
+        """See stage.py."""
         most, longest = self._most
         return self.policy_loss(batch, most * longest, scale)
 
@@ -328,3 +340,121 @@ class RlStage(Stage):
 def groups_of(slots: Sequence[Slot]) -> list[Group]:
     """Of slots that are finished."""
     return [slot.group for slot in slots if slot.group is not None]
+
+
+# The loss of a batch of answers and what is measured of it: nn/logprobs.py and grpo.py put together.
+#
+#     of_policy = PolicyLoss(learner, method, drawn, reference)       # built by command.py
+#     loss = of_policy(batch, tokens)                                 # RlStage.loss
+#     batch = replace(batch, proximal=of_policy.logprobs(batch))      # before the first of several updates on a batch
+#
+# What is computed once per batch, without gradient: for GSPO with a known proximal policy the log-probabilities, from the
+# same hidden states, since its ratio is that of a whole answer; and with a KL those of the reference.
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """What one forward pass of RL takes, on the device: columns of the shape (B, T)."""
+
+    inputs: Tensor
+    targets: Tensor
+    advantage: Tensor
+    behaviour: Tensor
+    weight: Tensor
+    lengths: NDArray[np.int32]
+    proximal: Tensor | None = None  # log-probabilities before the first update on the batch; None: this is the first
+
+
+def method_of(config: RlConfig) -> Method:
+    """The preset with what was asked for."""
+    asked = {"clip_low": config.clip_low, "clip_high": config.clip_high, "correction": config.correction}
+    given = {name: value for name, value in asked.items() if value is not None}
+    return replace(PRESETS[config.preset], kl=config.kl, **given)  # type: ignore[arg-type]
+
+
+class PolicyLoss:
+    """The loss of answers, and their log-probabilities. `reference` has the weights that training began with; it is
+    there if the method has a KL. `exact`: the generator must have reported the very same log-probabilities."""
+
+    def __init__(
+        self, learner: Learner, method: Method, drawn: Drawn, reference: Learner | None = None, *, exact: bool = False
+    ) -> None:
+        self.learner, self.method, self.drawn, self.reference, self.exact = learner, method, drawn, reference, exact
+        self.objective = method.objective()
+        self._largest = torch.zeros((), device=learner.place)
+
+    @torch.no_grad()
+    def logprobs(self, batch: PolicyBatch) -> Tensor:
+        """(B, T) of the targets by the weights as they are now, 0 where nothing is scored: the same bits, on a CPU, as
+        the loss would find. Logits exist chunk by chunk."""
+        return self._logprobs(self.learner, batch)
+
+    def _logprobs(self, learner: Learner, batch: PolicyBatch) -> Tensor:
+        return head_logprobs(self._hidden(learner, batch), learner.model.head, batch.targets, self.drawn)
+
+    def _hidden(self, learner: Learner, batch: PolicyBatch) -> Tensor:
+        return learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
+
+    def __call__(self, batch: PolicyBatch, tokens: int, scale: float = 1.0) -> Loss:
+        """Of this rank's tokens; the loop takes the mean over the ranks, so each counts as often as there are ranks.
+        `tokens`: those that the metrics are means over."""
+        learner, scored = self.learner, batch.targets != IGNORE
+        hidden = self._hidden(learner, batch)
+        unknown = torch.full_like(batch.weight, torch.nan)
+        proximal = unknown if batch.proximal is None else batch.proximal
+        anchor = self._anchor(hidden, proximal, batch) if batch.proximal is not None else proximal
+        columns = [batch.advantage, anchor, proximal, batch.behaviour, batch.weight]
+        if self.reference is not None:
+            with torch.no_grad():
+                columns.append(self._logprobs(self.reference, batch))
+        weight = torch.full((), collectives.world().size * scale, device=learner.place)
+        loss, logprobs, entropy = head_objective(
+            hidden, learner.model.head, batch.targets, self.drawn, self.objective, columns, weight=weight
+        )
+        share = torch.where(scored, collectives.world().size / tokens, 0.0)
+        metrics = {"entropy": entropy, **self._compared(logprobs, *columns)}
+        if self.exact and (apart := torch.where(batch.weight * scored > 0, metrics["logprob_gap"], 0.0).max()) > 0:
+            raise UserError(
+                f"--batch-invariant: generator and trainer differ by {apart:.1e}: on this machine torch changes the "
+                "order of sums with the shape even so; leave the flag out"
+            )
+        ratio = torch.where(scored, (logprobs - batch.behaviour).exp(), 0.0)
+        self._largest = torch.maximum(self._largest, ratio.max())
+        return Loss(loss, {name: (value * share).sum() for name, value in metrics.items()})
+
+    def _anchor(self, hidden: Tensor, proximal: Tensor, batch: PolicyBatch) -> Tensor:
+        """What the ratio of each token is measured from, (B, T)."""
+        if self.method.level == "token":
+            return proximal
+        now = head_logprobs(hidden.detach(), self.learner.model.head, batch.targets, self.drawn)
+        owner = torch.from_numpy(np.arange(len(batch.lengths)).repeat(batch.lengths)).to(proximal.device)
+        scored = (batch.targets != IGNORE).flatten()
+        anchor = sequence_anchor(now.flatten(), proximal.flatten(), owner, scored, len(batch.lengths))
+        return anchor.view(proximal.shape)
+
+    def _compared(
+        self,
+        logprobs: Tensor,
+        advantage: Tensor,
+        anchor: Tensor,
+        proximal: Tensor,
+        behaviour: Tensor,
+        weight: Tensor,
+        reference: Tensor | None = None,
+    ) -> Mapping[str, Tensor]:
+        """Per token: how the trained policy differs from the others."""
+        gap = torch.where(proximal.isnan(), logprobs, proximal) - behaviour
+        found = {
+            "logprob_gap": gap.abs(),
+            "mismatch_kl": k3(gap),
+            "clip_fraction": self.method.clipped(logprobs, advantage, anchor),
+            "masked_fraction": correction(gap, self.method.correction) == 0,
+        }
+        return found if reference is None else {**found, "kl": k3(reference - logprobs)}
+
+    def largest_ratio(self) -> float:
+        """Of the probability of a token to the generator's, over all ranks, since this was asked for last."""
+        collectives.all_reduce(self._largest, "max")
+        found = self._largest.item()
+        self._largest = torch.zeros_like(self._largest)
+        return found

@@ -27,10 +27,8 @@ from typing import Any
 
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.engine.engine import Engine
-from ascendchat.engine.generator import Generator
-from ascendchat.engine.job import Job
-from ascendchat.engine.request import Completion, Request, Sampling
+from ascendchat.engine.engine import Engine, Job
+from ascendchat.engine.request import Completion, Generator, Request, Sampling
 from ascendchat.rl.episode import Trajectory, run_episode
 from ascendchat.rl.rewards import Asked, Judge, row_of
 from ascendchat.rl.rollout import Generate, Group, Question, answer_seed

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.config import UserError, home
-from ascendchat.runs.earlier import read_facts
-from ascendchat.runs.run import append_row, stored_rows, whole_size
+from ascendchat.runs.run import append_row, read_facts, stored_rows, whole_size
 
 ResultRow = dict[str, Any]
 

@@ -13,12 +13,14 @@ import contextlib
 import errno
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import math
 import os
 import platform
 import re
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
@@ -28,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat import __version__
-from ascendchat.config import UserError, as_dict, dump, home, load_yaml, spelling
-from ascendchat.files import write_atomic
-from ascendchat.runs.earlier import notice, read_facts, set_aside, this_launch
+from ascendchat.config import MOST_NAMED, UserError, as_dict, dump, home, load_yaml, nearest, spelling
+from ascendchat.config.train import STAGES
+from ascendchat.files import begin_sha256, write_atomic
 from ascendchat.runs.trackers import Sinks, check_track
 
 # JSON has no NaN: these strings stand for the three floats it cannot write, and are read back as floats.
@@ -259,7 +261,7 @@ def open_run(
     say: Callable[[str], None] = print,
 ) -> Run:
     """Create or reopen a run folder. `resume_step=s`: rows after step s no longer count; None: the run begins, and an
-    earlier model in the folder is set aside (earlier.py).
+    earlier model in the folder is set aside (run.py).
 
     `config` is the resolved dataclass, `facts` what only the caller knows (chip, world size). `main` is true on the
     one rank that writes.
@@ -333,3 +335,124 @@ def _open_metrics(run: Run, resume_step: int | None) -> None:
         if resume_step is None:
             run.say(f"{path}: this run starts anew; the rows of the earlier one no longer count")
         run._append({"resumed_at": -1 if resume_step is None else resume_step, "time": round(time.time(), 3)})
+
+
+# Earlier models of a stage, kept beside it while a new run trains: `ascendchat base --run NAME --resume never`.
+#
+# The folder runs/NAME/base becomes runs/NAME/base.old (base.old.2, ...), whole: checkpoints, tokenizer, metrics. So
+# `ascendchat chat --checkpoint runs/NAME/base.old` talks to it as it is. It is deleted when the new run has passed its
+# last step or is finished, never before.
+
+
+def earlier(folder: Path) -> list[Path]:
+    """What was set aside for this stage folder, oldest first."""
+    form = re.compile(re.escape(folder.name) + r"\.old(?:\.(\d+))?")
+    numbered = [(int(m[1] or 1), path) for path in folder.parent.iterdir() if (m := form.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
+
+
+def last_step(folder: Path) -> int:
+    """Of the checkpoints in a stage folder; 0 without any."""
+    return max((int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdecimal()), default=0)
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Give a stage folder that holds a model another name; None when it holds none. A run that was killed has perhaps
+    no `latest` yet."""
+    if not last_step(folder):
+        return None
+    names = itertools.chain([f"{folder.name}.old"], (f"{folder.name}.old.{n}" for n in itertools.count(2)))
+    free = next(path for path in map(folder.with_name, names) if not path.exists())
+    folder.rename(free)
+    return free
+
+
+def notice(folder: Path) -> str:
+    """Where the earlier models are and how to get one back; empty when there are none."""
+    models = earlier(folder)
+    if not models:
+        return ""
+    names = ", ".join(str(path) for path in models)
+    most = shlex.quote(str(max(models, key=last_step)))  # not a new run that was stopped soon
+    here = shlex.quote(str(folder))
+    return (
+        f"the earlier model is kept in {names} until this run has passed it or is finished; "
+        f"to get it back: rm -r {here} && mv {most} {here}"
+    )
+
+
+def this_launch() -> str:
+    """Identity of the `ascendchat launch` that started this process; its restarts have the same; empty without one."""
+    return os.environ.get("ASCENDCHAT_LAUNCH", "")
+
+
+def begun_by_this_launch(folder: Path) -> bool:
+    """Whether the run in a stage folder was begun by the launch that also started this process."""
+    return bool(this_launch()) and read_facts(folder / "run.json").get("launch") == this_launch()
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """A run.json; nothing where it is absent, or damaged by hand (it is then written anew)."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+# Where checkpoints are, as `--run`, `--stage` and `--checkpoint` name them: `ascendchat chat --run d12 --stage sft`.
+#
+# folder = named_folder(run, stage, checkpoint)     # of a stage, or of one checkpoint
+# read_ahead(run, stage, checkpoint)                # its checksum, in a thread, while torch is imported
+
+NAME = re.compile(r"step_(\d{6,})")
+WEIGHTS = "model.safetensors"
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(m[1]) for path in folder.iterdir() if (m := NAME.fullmatch(path.name)))
+
+
+def named_folder(run: str, stage: str | None, checkpoint: str) -> Path:
+    """The folder that was named; else of the run and stage; else of whatever was written last."""
+    if checkpoint:
+        return Path(checkpoint)
+    run = run or last_run(stage)
+    return run_folder(run, stage or last_stage(run))
+
+
+def last_run(stage: str | None = None) -> str:
+    """The run that saved a checkpoint last."""
+    saved = sorted((home() / "runs").glob(f"*/{stage or '*'}/latest"), key=lambda path: path.stat().st_mtime)
+    saved = [path for path in saved if path.parent.name in STAGES]
+    if not saved:
+        raise UserError(
+            f"no {f'{stage} model' if stage else 'model'} in {home() / 'runs'}; "
+            "make one: ascendchat speedrun --recipe tiny-cpu"
+        )
+    return saved[-1].parent.parent.name
+
+
+def last_stage(run: str) -> str:
+    """The latest stage of a run that has a checkpoint."""
+    there = [stage for stage in STAGES if checkpoints(run_folder(run, stage))]
+    if not there:
+        saved = [path.parent for path in (home() / "runs").glob("*/*/latest")]
+        known = sorted({folder.parent.name for folder in saved if folder.name in STAGES})  # not base.old
+        if len(known) > MOST_NAMED:
+            raise UserError(f"the run {run!r} has no checkpoint; of those that have, {nearest(run, known)}")
+        raise UserError(f"the run {run!r} has no checkpoint; runs that have: {', '.join(known) or 'none'}")
+    return there[-1]
+
+
+def read_ahead(run: str, stage: str | None, checkpoint: str) -> None:
+    """Begin the checksum of the weights that will be asked for; what is wrong is said by who asks for them."""
+    with contextlib.suppress(UserError, OSError, RuntimeError):  # the last: no thread more is allowed
+        folder = named_folder(run, stage, checkpoint)
+        if not NAME.fullmatch(folder.name) and (steps := checkpoints(folder)):
+            folder /= f"step_{steps[-1]:06d}"
+        if NAME.fullmatch(folder.name):  # nobody asks for that of a Hugging Face model
+            begin_sha256(folder / WEIGHTS)

@@ -2,20 +2,26 @@
 
 application(Service(config, pool, tokenizer, reader)) is an ASGI app; command.py gives it to uvicorn. protocol.py says
 what a request may hold, reading.py reads it (a large one in another process: reader.py), prompts.py makes requests of
-the engine of it, answers.py writes what comes back, reply.py sends it.
+the engine of it, answers.py writes what comes back, app.py sends it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.types import Receive, Scope, Send
 
 from ascendchat import __version__
 from ascendchat.config.serve import ServeConfig
@@ -23,18 +29,15 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Grammar
 from ascendchat.serve import errors, weights
 from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
-from ascendchat.serve.document import ANSWER, DETOKENIZED, MODEL, MODELS, RESPONSE, TOKENIZED, described, takes
-from ascendchat.serve.errors import Problem
+from ascendchat.serve.errors import Problem, error_event
 from ascendchat.serve.guard import OWNER
-from ascendchat.serve.messages import Ready
-from ascendchat.serve.pool import Overloaded, Pool, Ticket
+from ascendchat.serve.messages import Part, Ready
+from ascendchat.serve.pool import Failure, Overloaded, Pool, Ticket
 from ascendchat.serve.prompts import Asked, Model, asked_by, bad_grammar
 from ascendchat.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ascendchat.serve.reader import Reader
 from ascendchat.serve.reading import AskedResponse, read
-from ascendchat.serve.reply import Reply
-from ascendchat.serve.response_events import ResponseAnswers
-from ascendchat.serve.responses import ResponsesRequest
+from ascendchat.serve.responses import ResponseAnswers, ResponsesRequest
 from ascendchat.serve.schemas import Schemas
 
 WEB = Path(__file__).parent / "web"
@@ -279,3 +282,193 @@ def model_card(service: Service) -> dict[str, Any]:
         "max_model_len": about.context,
         "ascendchat": own,
     }
+
+
+# The OpenAPI document (/openapi.json): the form of requests, which the routes read by themselves, and of the answers,
+# which are written without pydantic.
+#
+# described(app) adds the models of takes(), and leaves out what FastAPI would add and we never say (422).
+
+PLACE = "#/components/schemas/{model}"
+Responses = dict[int | str, dict[str, Any]]
+
+
+def of(schema: dict[str, Any], description: str, **further: Any) -> Responses:
+    """A 200 of this form."""
+    return {200: {"description": description, "content": {"application/json": {"schema": schema}, **further}}}
+
+
+_taken: dict[str, type[BaseModel]] = {}
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """For a route (openapi_extra): its body is such a request."""
+    _taken[model.__name__] = model
+    reference = {"$ref": PLACE.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def an_object(**properties: Any) -> dict[str, Any]:
+    """All these fields, and perhaps others."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+OBJECT = {"type": "object"}
+IDS = {"type": "array", "items": COUNT}
+
+EVENT_STREAM = {"text/event-stream": {"schema": TEXT}}
+ANSWER = of(
+    an_object(
+        id=TEXT,
+        object=TEXT,
+        created=COUNT,
+        model=TEXT,
+        choices={"type": "array", "items": an_object(index=COUNT, finish_reason=TEXT, ascendchat=OBJECT)},
+        usage=an_object(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
+    ),
+    "The answer; with `stream: true` its chunks as server-sent events",
+    **EVENT_STREAM,
+)
+RESPONSE = of(
+    an_object(id=TEXT, object=TEXT, status=TEXT, model=TEXT, output={"type": "array", "items": OBJECT}),
+    "The answer; with `stream: true` its events",
+    **EVENT_STREAM,
+)
+CARD = an_object(id=TEXT, object=TEXT, created=COUNT, owned_by=TEXT, ascendchat=OBJECT)
+MODEL = of(CARD, "The model")
+MODELS = of(an_object(object=TEXT, data={"type": "array", "items": CARD}), "All models")
+TOKENIZED = of(an_object(count=COUNT, max_model_len=COUNT, tokens=IDS), "Token ids")
+DETOKENIZED = of(an_object(prompt=TEXT), "The text")
+
+
+def described(app: FastAPI) -> None:
+    """Make app.openapi() truthful."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            for path in made["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            schemas = made.setdefault("components", {}).setdefault("schemas", {})
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+            _, found = models_json_schema([(model, "validation") for model in _taken.values()], ref_template=PLACE)
+            schemas.update(found["$defs"])
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+# An answer on its way to one client: the tickets it waits for, and the end when the client goes away.
+#
+#     return Reply(tickets, answers, streams=True)           # from a route; an ASGI response
+#
+# Before the first byte an error has its HTTP status; later it is an event of the stream, which then ends. A client that
+# goes away, streaming or not, cancels what is being generated for it.
+
+EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a reverse proxy passes events on at once
+]
+
+
+class Writer(Protocol):
+    """How answers are written (answers.py, responses.py)."""
+
+    def opening(self) -> bytes: ...
+    def part(self, index: int, part: Part) -> bytes: ...
+    def closing(self) -> bytes: ...
+    def whole(self, parts: Sequence[Sequence[Part]]) -> dict[str, Any]: ...
+
+
+class Reply(Response):
+    """Sends what the tickets bring."""
+
+    def __init__(self, tickets: Sequence[Ticket], answers: Writer, *, streams: bool) -> None:
+        super().__init__()
+        self.tickets, self.answers, self.streams = tickets, answers, streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = asyncio.ensure_future((self._stream if self.streams else self._whole)(scope, receive, send))
+        gone = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                await answer  # its exception, if any
+        finally:
+            gone.cancel()
+            answer.cancel()
+            for ticket in self.tickets:
+                if not ticket.over:
+                    ticket.cancel()
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            parts: list[list[Part]] = []
+            for ticket in self.tickets:
+                parts.append([part async for part in ticket])
+        except Failure as failure:
+            response = Problem.of(failure).response()
+        else:
+            content = json.dumps(self.answers.whole(parts), separators=(",", ":")).encode()
+            response = Response(content, media_type="application/json")
+        await response(scope, receive, send)
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answers, begun = self.answers, False
+        try:
+            async for index, part in merged(self.tickets):
+                data = answers.part(index, part)
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                    data = answers.opening() + data
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            last = answers.closing()
+        except Failure as failure:
+            problem = Problem.of(failure)
+            if not begun:
+                await problem.response()(scope, receive, send)
+                return
+            last = error_event(problem)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Part]]:
+    """The parts of all tickets as they come, with the ticket's place."""
+    if len(tickets) == 1:
+        async for part in tickets[0]:
+            yield 0, part
+        return
+    arrived: asyncio.Queue[tuple[int, Part | Failure]] = asyncio.Queue()
+
+    async def pump(index: int, ticket: Ticket) -> None:
+        try:
+            async for part in ticket:
+                arrived.put_nowait((index, part))
+        except Failure as failure:
+            arrived.put_nowait((index, failure))
+
+    pumps = [asyncio.ensure_future(pump(index, ticket)) for index, ticket in enumerate(tickets)]
+    left = len(pumps)
+    try:
+        while left:
+            index, news = await arrived.get()
+            if isinstance(news, Failure):
+                raise news
+            left -= bool(news.finish_reason)
+            yield index, news
+    finally:
+        for one in pumps:
+            one.cancel()

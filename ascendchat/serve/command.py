@@ -30,8 +30,7 @@ from ascendchat.config.serve import ServeConfig
 from ascendchat.serve import metrics
 from ascendchat.serve.app import Service, application
 from ascendchat.serve.connection import Limits, protocol
-from ascendchat.serve.guard import AccessLog, Guard
-from ascendchat.serve.keys import Keys, admission
+from ascendchat.serve.guard import AccessLog, Guard, Keys, admission
 from ascendchat.serve.pool import Pool
 from ascendchat.serve.reader import Reader
 from ascendchat.serve.reading import open_tokenizer

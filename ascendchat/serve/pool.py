@@ -1,7 +1,7 @@
 """The workers of a server and who answers what: started, fed, watched and restarted from the server's event loop.
 
     pool = Pool(config); await pool.start()                # one worker process per device (worker.py)
-    ticket = pool.submit(request, streams=True)            # ticket.py; Overloaded, when too many wait already
+    ticket = pool.submit(request, streams=True)            # pool.py; Overloaded, when too many wait already
     await pool.pause("keep"); await pool.load(path, 7); await pool.resume()      # other weights, everywhere or nowhere
     await pool.close(drain=30)                             # running answers may finish
 
@@ -16,31 +16,158 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections import OrderedDict, deque
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.engine.request import Request
 from ascendchat.remote.routing import Candidate, blocks_of, choose, remember
-from ascendchat.serve.child import Child
+from ascendchat.serve import metrics
 from ascendchat.serve.messages import (
+    LENGTH,
     Ask,
     Begun,
     Cancel,
+    Change,
     Check,
     Done,
     Load,
+    Open,
     Part,
     Pause,
     PauseMode,
     Ready,
     Refused,
     Resume,
+    pack,
 )
-from ascendchat.serve.process import PATIENCE, Process, say
-from ascendchat.serve.ticket import Failure, Overloaded, Ticket, joined
+
+# A worker as the pool sees it: whatever process does its work at the moment, what it is doing, and whether it hangs.
+#
+# process = Process(pool, 0); await process.live()                 # for ever: when its process dies, it gets another
+
+PATIENCE = 300.0  # seconds without a word from a worker that has work, after which it counts as hanging
+FIRST_TIME = 4  # times as many until it has answered something: it opens the model, compiles, records graphs
+LONGEST_PAUSE = 30.0  # seconds between two attempts to start a worker that dies before it has answered anything
+
+
+def say(text: str) -> None:
+    """To who runs the server."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Process:
+    """A worker as the pool sees it. When its process dies, it gets another."""
+
+    def __init__(self, pool: Pool, index: int) -> None:
+        self.pool, self.index = pool, index
+        self.child: Child | None = None
+        self.ready: Ready | None = None  # None while it starts
+        self.loaded: Load | None = None  # what it answers with; None: what it has opened
+        self.checksum = ""
+        self.tickets: dict[int, Ticket] = {}
+        self.blocks: OrderedDict[int, None] = OrderedDict()  # of prompts it has read, oldest first
+        self.changes: dict[int, asyncio.Future[Done]] = {}  # not yet done
+        self.restarts = 0
+        self.early_deaths = 0  # in a row, before it had answered anything
+        self.killed = False  # the last one ended by a signal, and did not hang
+        self.hangs = False  # it is being killed for that
+        self.proven = False  # it has answered something since it was started
+        self.heard = 0.0  # time of its last word
+        self.timer: asyncio.TimerHandle | None = None
+
+    async def live(self) -> None:
+        """Start it, and again whenever it has died."""
+        while True:
+            self.proven, self.hangs, self.loaded, self.heard = False, False, None, time.monotonic()
+            try:
+                self.child = await self.pool.child()
+            except OSError as error:  # no memory, too many processes
+                how, self.killed = f"no process can be started: {error}", False
+            else:
+                self.watch()
+                self.child.open(Open(self.pool.config, self.index), self.take)
+                await self.child.gone.wait()
+                status = await self.child.end()
+                how, self.killed = ended(status), status is not None and status < 0 and not self.hangs
+            self.early_deaths = 0 if self.proven else self.early_deaths + 1
+            if not self.pool.lost(self, how):
+                return
+            self.restarts += 1
+            await asyncio.sleep(pause_after(self.early_deaths))
+
+    def send(self, message: Any) -> None:
+        assert self.child is not None
+        self.watch()
+        self.child.send(message)
+
+    def take(self, message: Any) -> None:
+        self.heard = time.monotonic()
+        self.pool.take(self, message)
+
+    def change(self, what: Pause | Resume | Check | Load) -> asyncio.Future[Done]:
+        """Ask for a change of state; the future has the answer."""
+        number, future = next(self.pool.keys), self.pool.loop.create_future()
+        self.send(Change(number, what))
+        self.changes[number] = future
+        return future
+
+    @property
+    def room(self) -> int:
+        """Requests it can take now: a few more than it has slots, so that the next is at hand when one ends."""
+        if self.ready is None or self.child is None or self.child.gone.is_set():
+            return 0
+        return self.ready.slots + max(1, self.ready.slots // 8) - len(self.tickets)
+
+    # ---- does it hang? -------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """It must say something before long."""
+        return self.ready is None or bool(self.changes) or (bool(self.tickets) and not self.pool.held)
+
+    def watch(self) -> None:
+        """Called before it gets something to do: from now on it must say something within PATIENCE."""
+        if self.timer is None or not self.busy:
+            self.heard = time.monotonic()
+        if self.timer is None:
+            self.timer = self.pool.loop.call_later(self.pool.patience, self._look)
+
+    def _look(self) -> None:
+        self.timer = None
+        if not self.busy or self.child is None:
+            return
+        limit = self.pool.patience * (1 if self.proven else FIRST_TIME)
+        left = self.heard + limit - time.monotonic()
+        if left > 0:
+            self.timer = self.pool.loop.call_later(left, self._look)
+        else:
+            say(f"worker {self.index} has work and has said nothing for {limit:.0f} s; it is killed")
+            self.hangs = True
+            self.child.kill()
+
+
+def ended(status: int | None) -> str:
+    """How a process has ended, in words."""
+    if status is None:
+        return "it cannot be ended"
+    return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def pause_after(early_deaths: int) -> float:
+    """Seconds before a worker is started again that has died so many times without an answer in between."""
+    return min(LONGEST_PAUSE, 2.0 ** min(early_deaths - 2, 10)) if early_deaths else 0.0
+
 
 __all__ = ["Failure", "Overloaded", "Pool", "Process", "Ticket", "joined"]
 
@@ -405,3 +532,212 @@ class Pool:
         await asyncio.gather(*(child.end() for child in children))
         for task in list(self._tasks):
             task.cancel()
+
+
+# One request under way, as the routes see it: parts to iterate over, or the reason why there are no more.
+#
+# ticket = pool.submit(request, streams=True)            # or Overloaded
+# async for part in ticket: ...                          # messages.Part, the last with a finish reason; or Failure
+# ticket.cancel()                                        # the client has gone
+
+MOST_PARTS = 64  # that lie unread before they are put together, as for a client that does not read
+
+
+class Overloaded(Exception):
+    """Too many requests wait already; `retry_after` seconds are a good time to come again."""
+
+    def __init__(self, retry_after: int, reason: str = "the server is busy; try again later") -> None:
+        super().__init__(reason)
+        self.retry_after = retry_after
+
+
+class Failure(Exception):
+    """This answer cannot be finished; the text is for the client. `refused`: because of what was asked, else it is the
+    server's trouble (503), and `retry_after` seconds are a good time to come again."""
+
+    def __init__(self, reason: str, refused: bool = False, retry_after: int = 1) -> None:
+        super().__init__(reason)
+        self.refused, self.retry_after = refused, retry_after
+
+
+class Ticket:
+    """One request: iterate over its parts. The pool's side is `give`, `restart` and `close`."""
+
+    def __init__(self, key: int, request: Request, streams: bool, cancel: Callable[[Ticket], None]) -> None:
+        self.key, self.request, self.streams = key, request, streams
+        self.worker: Any = None  # the pool's Process that answers; None while the request waits
+        self.attempts = 0  # workers it was given to
+        self.begun = False  # something was given to the client
+        self.stopped = False  # its time is over: the next part is the last
+        self.over = False  # the client has the last part, or wants no more
+        self.closed = False  # nothing more will come
+        self.since = time.monotonic()
+        self.meter = metrics.Meter(len(request.prompt))
+        self.first_token: float | None = None  # when it was there, by the same clock
+        self.end = self.until = math.inf  # of the answer, and of what comes next, by the clock of the pool
+        self.timer: asyncio.TimerHandle | None = None  # of the pool
+        self._cancel = cancel
+        self._parts: deque[Part | Failure] = deque()
+        self._arrived = asyncio.Event()
+
+    def __aiter__(self) -> Ticket:
+        return self
+
+    async def __anext__(self) -> Part:
+        while not self._parts:
+            if self.over or self.closed:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        self.begun = True
+        whole = list(itertools.takewhile(lambda part: isinstance(part, Part), self._parts))
+        if not whole:
+            failure = self._parts.popleft()
+            self.over = True
+            raise failure  # type: ignore[misc]
+        for _ in whole:
+            self._parts.popleft()
+        part = joined(whole)  # type: ignore[arg-type]
+        self.over = bool(part.finish_reason)
+        return part
+
+    def cancel(self) -> None:
+        """Nobody wants the rest."""
+        self.over = True
+        self._parts.clear()
+        self._cancel(self)
+
+    # ---- the pool's side -----------------------------------------------------------------------
+
+    def give(self, part: Part | Failure) -> None:
+        """The next part; after the last one, or a failure, nothing is taken any more."""
+        if self.closed:
+            return
+        if isinstance(part, Part):
+            self.meter.part(part)
+        if len(self._parts) >= MOST_PARTS:
+            self._parts = deque([joined(self._parts)])  # type: ignore[arg-type]  # a failure would have closed it
+        self._parts.append(part)
+        if isinstance(part, Failure) or part.finish_reason:
+            self.close()
+        self._arrived.set()
+
+    def restart(self) -> bool:
+        """Forget what has come, for another worker to begin anew; False when the client has seen some of it."""
+        if self.begun or self.closed:
+            return False
+        self._parts.clear()
+        self.worker = self.first_token = None
+        return True
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self.closed = True
+        if self.timer is not None:
+            self.timer.cancel()
+        self._arrived.set()
+
+
+def joined(parts: Iterable[Part]) -> Part:
+    """Several parts of one answer as one."""
+    parts = list(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return parts[-1]._replace(
+        pieces=[piece for part in parts for piece in part.pieces],
+        ids=[token for part in parts for token in part.ids],
+        logprobs=[number for part in parts for number in part.logprobs],
+        tops=[top for part in parts for top in part.tops],
+        versions=[version for part in parts for version in part.versions],
+    )
+
+
+# A process of the server and the socket to it, as the server's event loop sees them.
+#
+# child = await Child.start(); child.open(Open(config, 0), take); child.send(Ask(...)); await child.end()
+#
+# A worker (worker.py) imports torch and then waits for Open: one that is started before it is needed opens a model at
+# once. Large requests are read by another kind of process (reader.py).
+
+ENDING = 1  # seconds that a process which has closed its socket gets to end by itself
+UNKILLABLE = 10  # seconds after which a killed process is left alone: its driver holds it
+
+
+class Child(asyncio.Protocol):
+    """One process that runs worker.py, or another module with a Link (messages.py)."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.gone = asyncio.Event()  # its end of the socket is closed
+        self._take: Callable[[Any], None] = lambda message: None
+        self._buffer = bytearray()
+
+    @classmethod
+    async def start(cls, module: str = "ascendchat.serve.worker") -> Child:
+        ours, theirs = socket.socketpair()
+        # The front decides when a worker ends: neither Ctrl-C nor a SIGTERM to all processes of a service reaches it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            command = [sys.executable, "-m", module, str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        child = cls(process)
+        await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=ours)
+        return child
+
+    def open(self, message: Any, take: Callable[[Any], None]) -> None:
+        """Give it what it begins with; `take` is called with everything it says."""
+        self._take = take
+        self.send(message)
+
+    def listen(self, take: Callable[[Any], None]) -> None:
+        """Call `take` from now on."""
+        self._take = take
+
+    def send(self, message: Any) -> None:
+        """Never waits."""
+        if not self.gone.is_set():
+            self._transport.write(pack(message))
+
+    def kill(self) -> None:
+        """End it and whatever it has started, now."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended by itself
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def end(self) -> int | None:
+        """Wait until it has ended, a moment by itself and then by force: its exit status, below 0 for a signal; None
+        when it cannot be ended."""
+        if self.gone.is_set():  # on its way out; so the status is its own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return await asyncio.to_thread(self.process.wait, ENDING)
+        self.kill()
+        self._transport.abort()
+        try:
+            return await asyncio.to_thread(self.process.wait, UNKILLABLE)
+        except subprocess.TimeoutExpired:
+            return None
+
+    # ---- asyncio.Protocol ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        begin = 0
+        while len(buffer) - begin >= LENGTH.size:
+            end = begin + LENGTH.size + LENGTH.unpack_from(buffer, begin)[0]
+            if end > len(buffer):
+                break
+            with memoryview(buffer) as view, view[begin + LENGTH.size : end] as content:  # it may be megabytes
+                message = pickle.loads(content)
+            begin = end
+            self._take(message)
+        del buffer[:begin]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.gone.set()

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.serve.child import Child
 from ascendchat.serve.errors import Problem
+from ascendchat.serve.pool import Child
 from ascendchat.serve.prompts import Model
 from ascendchat.serve.reading import Begin, Job, Piece
 

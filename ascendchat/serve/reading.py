@@ -65,10 +65,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """Ours, or that of a Hugging Face model."""
     if (path / OWN).is_file() or not path.exists():
         return Tokenizer.load(path)
-    from ascendchat.models.folder import (
-        at,
-        load_tokenizer,  # imports torch, which reading needs for nothing else
-    )
+    from ascendchat.models.folder import at, load_tokenizer
 
     return load_tokenizer(at(path))
 

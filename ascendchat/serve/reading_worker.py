@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ascendchat.serve.errors import Problem
-from ascendchat.serve.link import Link
+from ascendchat.serve.messages import Link
 from ascendchat.serve.prompts import Model
 from ascendchat.serve.reading import Begin, Job, Piece, open_tokenizer, read
 

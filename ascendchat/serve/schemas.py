@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ascendchat.engine.grammar import grammars
-from ascendchat.serve.ticket import Overloaded
+from ascendchat.serve.pool import Overloaded
 
 if TYPE_CHECKING:
     from ascendchat.config.serve import ServeConfig

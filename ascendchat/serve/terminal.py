@@ -28,9 +28,8 @@ from ascendchat.config.generate import ChatConfig
 from ascendchat.data.chat.template import Conversation, parse_content, render_prompt
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
-from ascendchat.engine.generator import Generator, prompt_room
 from ascendchat.engine.open import engine_for, open_for_generation
-from ascendchat.engine.request import Request, Sampling
+from ascendchat.engine.request import Generator, Request, Sampling, prompt_room
 from ascendchat.files import write_atomic
 from ascendchat.parallel.context import Context, joined
 from ascendchat.runs.console import inert

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, on one device: `python -m ascendchat.serve.worker FD`, started by child.py.
+"""One engine in a process of its own, on one device: `python -m ascendchat.serve.worker FD`, started by pool.py.
 
 Its loop: take what the front has sent, step the engine, send what came out. With many answers under way their tokens
 are sent together, some dozen times a second, so that neither the socket nor the front is the limit. When the front is
@@ -23,21 +23,19 @@ import torch
 from ascendchat.checkpoint import Checkpoint, Damaged, read_file, verify
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
-from ascendchat.config.stages import STAGES
+from ascendchat.config.train import STAGES
 from ascendchat.device import describe, pick
 from ascendchat.engine.cache import kept_dtype
 from ascendchat.engine.engine import Engine, Job
-from ascendchat.engine.generator import Weights
-from ascendchat.engine.grammar import Matcher, grammars
+from ascendchat.engine.grammar import STACK, Matcher, grammars
 from ascendchat.engine.open import engine_for, open_for_generation
-from ascendchat.engine.trial import STACK
+from ascendchat.engine.request import Weights
 from ascendchat.models.open import tokenizer_folder
 from ascendchat.models.trained import HFSource
-from ascendchat.nn.readout import Float32Readout
+from ascendchat.nn.logprobs import Float32Readout
 from ascendchat.parallel.context import Context
 from ascendchat.parallel.world import World
 from ascendchat.remote.weights import checksum
-from ascendchat.serve.link import Link
 from ascendchat.serve.messages import (
     Ask,
     Begun,
@@ -45,6 +43,7 @@ from ascendchat.serve.messages import (
     Change,
     Check,
     Done,
+    Link,
     Load,
     Open,
     Part,

@@ -179,7 +179,7 @@ def duration(
     """Seconds from FLOPs and the share of the peak. `recompute` is the share of FLOPs done twice by checkpointing.
 
     `exchanged` is the bytes of the gradients, which are reduce-scattered, and of the weights, which are gathered, once
-    per step; `in_one_node`: what one node alone would exchange, if that is less (share.py). The share of the peak is
+    per step; `in_one_node`: what one node alone would exchange, if that is less (memory.py). The share of the peak is
     that of one node, its own exchange included; what more nodes add comes on top.
     """
     fabric = fabric or Fabric()

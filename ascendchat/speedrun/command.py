@@ -4,8 +4,8 @@ A stage is skipped when it was finished with the same settings, the same content
 stages, and its result is still there. An interrupted stage continues, because every command does. A training stage with
 other settings starts anew. Each stage is a command you could type yourself, and it is shown.
 
-recipe.py reads recipes, devices.py compares them with this machine, ledger.py knows what is done, screen.py shows where
-the run is, forecast.py is `--dry-run`, summary.py the table at the end. No torch.
+recipe.py reads recipes, recipe.py compares them with this machine, ledger.py knows what is done, screen.py shows where
+the run is, forecast.py is `--dry-run`, screen.py the table at the end. No torch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,29 @@ from types import FrameType
 
 from ascendchat.chips import find
 from ascendchat.config import UserError
+from ascendchat.config.commands import SpeedrunConfig
 from ascendchat.config.serve import ServeConfig
-from ascendchat.config.speedrun import SpeedrunConfig
-from ascendchat.config.stages import STAGES
+from ascendchat.config.train import STAGES
 from ascendchat.data.fetch import folder_of
 from ascendchat.data.mixture import parse_entry
 from ascendchat.files import write_atomic
 from ascendchat.processes import is_free
 from ascendchat.runs.run import run_folder
-from ascendchat.speedrun.devices import devices_here, devices_wanted, shortage
 from ascendchat.speedrun.ledger import Ledger, alone
-from ascendchat.speedrun.recipe import ON_DEVICES, Recipe, Settings, arguments, chosen, find_recipe, place, read_recipe
-from ascendchat.speedrun.screen import Screen
-from ascendchat.speedrun.summary import summary
+from ascendchat.speedrun.recipe import (
+    ON_DEVICES,
+    Recipe,
+    Settings,
+    arguments,
+    chosen,
+    devices_here,
+    devices_wanted,
+    find_recipe,
+    place,
+    read_recipe,
+    shortage,
+)
+from ascendchat.speedrun.screen import Screen, summary
 
 ENDLESS = ("serve", "rollout-server")  # they run until they are stopped, and are never done
 DEFAULT_OUTPUT = {"tokenizer train": "$HOME/tokenizer", "data prepare": "$HOME/data/prepared"}

@@ -25,8 +25,7 @@ from ascendchat import __version__
 from ascendchat.config import UserError
 from ascendchat.data.read import files_in
 from ascendchat.files import check_folder, sha256, write_atomic
-from ascendchat.runs.earlier import read_facts
-from ascendchat.runs.run import run_folder
+from ascendchat.runs.run import read_facts, run_folder
 
 LEAVING = 10.0  # seconds in which a process that was killed gives its lock up
 

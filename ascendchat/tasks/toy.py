@@ -33,7 +33,7 @@ def _questions(split: str, seed: int, topic: str) -> list[toyworld.Question]:
 
 
 def _row(question: toyworld.Question) -> dict[str, Any]:
-    """For the term `toyworld` of a reward: rl/terms.py."""
+    """For the term `toyworld` of a reward: rl/rewards.py."""
     return {"accept": list(question.accept), "reject": list(question.reject), "rule": question.rule}
 
 

@@ -26,9 +26,8 @@ from ascendchat.parallel import collectives
 from ascendchat.sizes.batch import MFU, MIN_STEPS, Split, batch_for, horizon, optimizer_tokens
 from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.shape import Shape
-from ascendchat.train.dry_run import until_it_fits
-from ascendchat.train.model import Learner
-from ascendchat.train.recorded import learning
+from ascendchat.train.loop import until_it_fits
+from ascendchat.train.model import Learner, learning
 from ascendchat.train.rows import share_out
 
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one

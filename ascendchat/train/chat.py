@@ -15,16 +15,14 @@ from typing import Any
 import torch
 
 from ascendchat.checkpoint import Checkpoint, to_continue
-from ascendchat.config.stages import StageName
-from ascendchat.config.train import ChatTrainConfig
+from ascendchat.config.train import ChatTrainConfig, MidConfig, SftConfig, StageName
 from ascendchat.data.chat.dataset_info import listed_data
 from ascendchat.data.chat.preview import colours, preview_mixture
 from ascendchat.data.chat.template import render_prompt
 from ascendchat.data.mixture import Batches, absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
-from ascendchat.engine.generator import prompt_room
-from ascendchat.engine.request import Sampling
+from ascendchat.engine.request import Sampling, prompt_room
 from ascendchat.models.open import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.models.trained import HFSource
 from ascendchat.nn import IGNORE
@@ -157,3 +155,19 @@ def run_stage(config: ChatTrainConfig, name: StageName) -> int:
 
         facts = {**stage.facts, "start": str(origin.folder)}
         return train_stage(stage, here, config, run, saved, title=name, facts=facts, add_files=add_files)
+
+
+# `ascendchat mid --run demo`: teach a base model the form of conversations, tools and choices (train/chat.py).
+
+
+def run_mid(config: MidConfig) -> int:
+    """The command."""
+    return run_stage(config, "mid")
+
+
+# `ascendchat sft --run demo`: supervised fine-tuning of a mid-trained (or base) model on conversations.
+
+
+def run_sft(config: SftConfig) -> int:
+    """The command."""
+    return run_stage(config, "sft")

@@ -47,14 +47,13 @@ from ascendchat.sizes.hf import check_bits, check_bits_on
 from ascendchat.tasks import knows
 from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_chat_mixture
 from ascendchat.tasks.overlap import report_overlaps
-from ascendchat.train.beginning import Beginning, begin_with_ours
 from ascendchat.train.chat import ChatStage
-from ascendchat.train.huggingface import Theirs, check_output, open_start, start_of
 from ascendchat.train.model import Learner, optimizer_for, say_package
 from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
 from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
+from ascendchat.train.start import Beginning, Theirs, begin_with_ours, check_output, open_start, start_of
 
 FEW_STEPS = 100  # a step takes fewer rows where the run would have fewer steps than this
 FULL_RATE, LORA_RATE, MUON_RATE = 1e-5, 1e-4, 1e-3

@@ -1,18 +1,20 @@
 """`finetune --stage dpo --model Qwen2.5-0.5B-Instruct --data pairs.jsonl`: learning from pairs of replies.
 
 A Stage of the one loop. Both replies of a pair lie in packed rows as documents that do not see each other
-(data/chat/pair_rows.py); their log-probabilities come from the head in chunks (nn/logprobs.py), and DPO, ORPO or SimPO
+(data/chat/pairs.py); their log-probabilities come from the head in chunks (nn/logprobs.py), and DPO, ORPO or SimPO
 (nn/preference.py) makes a loss of them: its mean over the pairs of a step, whichever rank has them. The reference of
 DPO is the model as it came: its log-probabilities are computed once, before the first step, and kept in the run's
-folder (reference.py), so that no second model takes memory.
+folder (preference.py), so that no second model takes memory.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,23 +25,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ascendchat.checkpoint import Checkpoint, to_continue
+from ascendchat.checkpoint import UNWRITTEN, Checkpoint, Damaged, read_file, to_continue, write_weights
 from ascendchat.config import UserError
-from ascendchat.config.finetune import FinetuneConfig
-from ascendchat.config.preference import PreferenceOptions
+from ascendchat.config.finetune import FinetuneConfig, PreferenceOptions
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
-from ascendchat.data.chat.pair_rows import PairBatch, PairBatches
+from ascendchat.data.chat.pairs import PairBatch, PairBatches
 from ascendchat.data.chat.preview import colours, preview_mixture
 from ascendchat.data.mixture import absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.engine.padding import to_device
+from ascendchat.files import flush, sha256, write_atomic
 from ascendchat.models.shape import HFShape
 from ascendchat.models.trained import HFSource
 from ascendchat.nn.gpt import GPT
-from ascendchat.nn.logprobs import learnt_logprobs
+from ascendchat.nn.logprobs import Drawn, Float32Readout, learnt_logprobs
 from ascendchat.nn.preference import Pairs, Preference, Weights, preference, sequence_sums
-from ascendchat.nn.readout import Drawn, Float32Readout
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.runs.run import run_folder
@@ -48,14 +49,11 @@ from ascendchat.sizes.schedule import Curve, finetuning_scale
 from ascendchat.sizes.shape import Shape
 from ascendchat.tasks import knows
 from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
-from ascendchat.train.beginning import Beginning
-from ascendchat.train.huggingface import check_output
 from ascendchat.train.model import Learner
-from ascendchat.train.reference import Reference
 from ascendchat.train.rows import RowStage, share_out
 from ascendchat.train.run import train_stage
 from ascendchat.train.stage import Loss
-from ascendchat.train.start import only_weights
+from ascendchat.train.start import Beginning, check_output, only_weights
 
 BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 GAMMA = 0.5
@@ -369,3 +367,60 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
 
     facts = {**stage.facts, "method": method, "loss": vars(stage.numbers), "start": str(begin.origin.folder)}
     return train_stage(stage, here, config, folder, saved, title=method, facts=facts, add_files=add_files)
+
+
+# Log-probabilities of the reference of DPO, kept in the folder of a run: `finetune --stage dpo`.
+#
+#     reference = Reference(folder, [start, data])             # what they are a function of
+#     table = reference.read_or_make(stage.reference_table, here)
+#     reference.write(table)
+#
+# reference.safetensors has them, reference.json what they belong to and the checksum of the file. Another model, other
+# data or a damaged file: they are computed again.
+
+NAME = "logprobs"
+
+
+class Reference:
+    """(pairs, 2) log-probabilities of the chosen and rejected replies, on disk."""
+
+    def __init__(self, folder: Path, belongs_to: Sequence[str]) -> None:
+        self.path, self.about = folder / "reference.safetensors", folder / "reference.json"
+        self.fingerprint = hashlib.sha256("\n".join(belongs_to).encode()).hexdigest()[:16]
+
+    def read(self) -> Tensor | None:
+        """What was written for the same model and pairs, if it is whole."""
+        try:
+            about = json.loads(self.about.read_text(encoding="utf-8"))
+            if about["fingerprint"] != self.fingerprint or about["sha256"] != sha256(self.path):
+                return None
+            return read_file(self.path)[NAME].clone()
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, Damaged):
+            return None
+
+    def read_or_make(self, make: Callable[[], Tensor], here: Context) -> Tensor:
+        """On all ranks; `make` is asked on all of them, or on none."""
+        found: Tensor | None = collectives.broadcast_object(self.read() if here.main else None)
+        if found is not None:
+            here.say(f"log-probabilities of the reference: read from {self.path}")
+            return found
+        here.say("log-probabilities of the reference: computed once, for all pairs")
+        return make()
+
+    def write(self, table: Tensor, say: Callable[[str], None] = print) -> None:
+        """Unless it is there already. Without the file it is computed again when the run goes on."""
+        try:
+            self._write(table)
+        except UNWRITTEN as error:
+            say(f"log-probabilities of the reference: not kept in {self.path} ({error}); training goes on")
+
+    def _write(self, table: Tensor) -> None:
+        known = self.read()
+        if known is not None and torch.equal(known, table):
+            return
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        write_weights(beside, {NAME: table})
+        flush(beside)
+        checksum = sha256(beside)
+        os.replace(beside, self.path)
+        write_atomic(self.about, json.dumps({"fingerprint": self.fingerprint, "sha256": checksum}))

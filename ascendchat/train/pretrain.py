@@ -24,10 +24,9 @@ from ascendchat.data.mixture import MIXTURE, Batches, absolute, parse_entry
 from ascendchat.data.prepare import TOYWORLD, prepare
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.data.verify import MANIFEST
-from ascendchat.engine.generator import prompt_room
-from ascendchat.engine.request import Sampling
+from ascendchat.engine.request import Sampling, prompt_room
 from ascendchat.eval import core
-from ascendchat.eval.bundle import load_bundle
+from ascendchat.eval.core import load_bundle
 from ascendchat.models.open import settings_of
 from ascendchat.nn.optim import MuonAdamW
 from ascendchat.parallel import collectives
@@ -37,8 +36,7 @@ from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
 from ascendchat.sizes.memory import mean_on_device
 from ascendchat.train.budget import MOST_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
-from ascendchat.train.model import Learner, build
-from ascendchat.train.recorded import Learn, learning
+from ascendchat.train.model import Learn, Learner, build, learning
 from ascendchat.train.rows import SAMPLE_TOKENS, RowStage
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Loss, updates_of

@@ -23,8 +23,7 @@ from ascendchat.data.mixture import Batches
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.engine.engine import Engine
-from ascendchat.engine.generator import Generator
-from ascendchat.engine.request import Request, Sampling
+from ascendchat.engine.request import Generator, Request, Sampling
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
 from ascendchat.models.shape import HFShape
@@ -35,9 +34,9 @@ from ascendchat.sizes.batch import Split, fit_split, split_fixed
 from ascendchat.sizes.batch import split as share
 from ascendchat.sizes.schedule import Curve
 from ascendchat.sizes.shape import Shape
-from ascendchat.train.huggingface import kept, learning_rate, most_rows
 from ascendchat.train.model import Learner, noise, optimizer_for
 from ascendchat.train.stage import Loss, Optimizer, Stage
+from ascendchat.train.start import kept, learning_rate, most_rows
 
 SAMPLE_TOKENS = 24
 

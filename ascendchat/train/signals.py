@@ -20,8 +20,7 @@ from typing import Any
 from ascendchat.checkpoint import WRITING
 from ascendchat.launch.rank import ended
 from ascendchat.parallel import collectives
-from ascendchat.runs.earlier import notice
-from ascendchat.runs.run import Run
+from ascendchat.runs.run import Run, notice
 
 LAST = 10.0  # seconds for a checkpoint that is being written when another rank dies
 SAME = 0.5  # seconds: `timeout` and job managers send one signal twice, to the process and to its group

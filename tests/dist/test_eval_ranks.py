@@ -13,7 +13,7 @@ from ranks import Host, run_ranks
 
 from ascendchat.parallel import collectives
 from ascendchat.eval.bits import bits_per_byte
-from ascendchat.eval.bundle import load_bundle
+from ascendchat.eval.core import load_bundle
 from ascendchat.eval.core import score_tasks
 from ascendchat.eval.scorer import ModelScorer
 from ascendchat.nn.attention import choose

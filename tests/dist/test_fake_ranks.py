@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascendchat.chips import find
 from ascendchat.sizes import memory
-from ascendchat.sizes.share import elements
-from ascendchat.sizes.share import exchanged_elements
-from ascendchat.sizes.share import stacks
-from ascendchat.sizes.share import team_size
+from ascendchat.sizes.memory import elements
+from ascendchat.sizes.memory import exchanged_elements
+from ascendchat.sizes.memory import stacks
+from ascendchat.sizes.memory import team_size
 
 CHIP = find("Ascend910B3")
 aten = torch.ops.aten

@@ -154,7 +154,7 @@ def test_a_failed_job_shows_the_failing_rank_and_starts_again(
 def test_a_device_that_died_of_too_large_a_batch_is_tried_with_a_smaller_one(
     script: Path, launch: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """train/dry_run.py; whatever --max-restarts says."""
+    """train/loop.py; whatever --max-restarts says."""
     script.write_text(TOO_LARGE)
     assert launch("--devices", 1, "--run", "large", script) == 0
     said, errors = capfd.readouterr()

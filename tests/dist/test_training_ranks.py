@@ -165,7 +165,7 @@ def team_main(rank: int, *arguments: object) -> tuple[Trained, list[float]]:
 
 
 def test_ranks_in_teams_train_like_one_and_save_everything_once(alone: Trained, tmp_path: Path) -> None:
-    """What 1,024 ranks do (sizes/share.py), with four."""
+    """What 1,024 ranks do (sizes/memory.py), with four."""
     found = run_ranks(team_main, 4, 0, 6, ROWS, None, str(tmp_path))
     for (losses, weights), norms in found:
         assert losses == pytest.approx(alone[0][:6], abs=1e-4)

@@ -25,13 +25,12 @@ from preference_runs import STEPS, config_of, train, write_pairs
 from ascendchat.config import UserError
 from ascendchat.nn.preference import Pairs, preference
 from ascendchat.processes import free_port
-from ascendchat.runs.run import read_metrics
-from ascendchat.runs.saved import checkpoints
+from ascendchat.runs.run import checkpoints, read_metrics
 from ascendchat.tasks.pairs import open_pair_mixture
-from ascendchat.train.beginning import begin_with_theirs
 from ascendchat.train.finetune import run as finetune_run
 from ascendchat.train.preference import PreferenceStage, batch_and_steps, method_of, weights_of
 from ascendchat.train.run import training_context
+from ascendchat.train.start import begin_with_theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

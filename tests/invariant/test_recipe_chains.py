@@ -16,7 +16,7 @@ from stand_ins import write_stand_ins
 
 from ascendchat.cli import main
 from ascendchat.config import home
-from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.config.commands import SpeedrunConfig
 from ascendchat.data import toyworld
 from ascendchat.speedrun import command as speedrun
 from ascendchat.speedrun.recipe import read_recipe, recipe_files

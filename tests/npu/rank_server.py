@@ -24,8 +24,8 @@ OURS = [
     *(
         "ascendchat.cli",
         "ascendchat.train.pretrain",
-        "ascendchat.train.mid",
-        "ascendchat.train.sft",
+        "ascendchat.train.chat",
+        "ascendchat.train.chat",
         "ascendchat.rl.command",
     ),
     *("ascendchat.engine.engine", "ascendchat.doctor.selftest_device", "numpy", "safetensors.torch"),

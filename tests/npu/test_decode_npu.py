@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import cannsim
 from ascendchat.device import Device
 from ascendchat.engine.engine import Request, Sampling
-from ascendchat.engine.noise import columns, seed_keys, uniform
+from ascendchat.engine.sampling import columns, seed_keys, uniform
 from ascendchat.nn.attention import KERNELS, Reference, Sdpa, choose
 
 OnNpu = Callable[..., list[Any]]
@@ -102,8 +102,8 @@ FAULTY = """
     from ascendchat.device import pick
     from ascendchat.config import UserError
     from ascendchat.nn.attention import KERNELS, NpuFusion, Reference, choose
-    from ascendchat.nn.masks import cache_mask
-    from ascendchat.nn.parity import decode_fault
+    from ascendchat.nn.attention import cache_mask
+    from ascendchat.nn.attention import decode_fault
 
     class Masked(NpuFusion):  # as it was: a mask instead of lengths
         def one_query(self, q, k, v, held, scale):

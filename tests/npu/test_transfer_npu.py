@@ -1,11 +1,11 @@
-"""Weights from a trainer to the workers of a server over HCCL: the group of remote/transfer.py on simulated NPUs."""
+"""Weights from a trainer to the workers of a server over HCCL: the group of remote/weights.py on simulated NPUs."""
 
 from __future__ import annotations
 
 SYNC = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
-from ascendchat.remote.transfer import Group, described, meet
+from ascendchat.remote.weights import Group, described, meet
 rank, world, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
 torch.npu.set_device(rank)
 place = torch.device("npu", rank)

@@ -15,7 +15,7 @@ from warm_process import warm_workers
 
 from ascendchat.config.serve import ServeConfig
 from ascendchat.engine.request import Request, Sampling
-from ascendchat.serve import child as children
+from ascendchat.serve import pool as children
 from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import Failure, Pool, Process, Ticket, joined
 

@@ -16,8 +16,7 @@ from running_server import Server
 
 from ascendchat import cli
 from ascendchat.bench.http_client import Address, Lost, Reply, connect, first_key
-from ascendchat.bench.serve import measured, model_of, percentile, run, table
-from ascendchat.bench.traffic import Asker, Sample, arrivals, send
+from ascendchat.bench.serve import Asker, Sample, arrivals, measured, model_of, percentile, run, send, table
 from ascendchat.config import UserError, parse
 from ascendchat.config.serve import BenchServeConfig
 

@@ -21,8 +21,7 @@ from ascendchat.config import parse
 from ascendchat.config.serve import ServeConfig
 from ascendchat.engine.request import Piece
 from ascendchat.serve import command, metrics
-from ascendchat.serve.guard import AccessLog, Guard, replay
-from ascendchat.serve.keys import Keys
+from ascendchat.serve.guard import AccessLog, Guard, Keys, replay
 from ascendchat.serve.messages import Part
 
 MODELS = "/v1/models"

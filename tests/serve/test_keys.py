@@ -13,7 +13,7 @@ from running_server import CHAT, make, question, save, serving
 
 from ascendchat.config import UserError, parse
 from ascendchat.config.serve import ServeConfig
-from ascendchat.serve import command, guard, keys
+from ascendchat.serve import command, guard
 
 FIRST, SECOND, THIRD = "first-key-0123456789", "second-key-0123456789", "third-key-0123456789"
 
@@ -74,7 +74,7 @@ def test_nobody_learns_from_the_prefix_cache_what_another_key_has_asked(tmp_path
 def test_keys_of_the_environment_are_taken_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers need not know them."""
     monkeypatch.setenv("ASCENDCHAT_API_KEYS", f"{FIRST}, {SECOND}")
-    loaded = keys.admission(parse(ServeConfig, ["--host", "0.0.0.0"]))
+    loaded = guard.admission(parse(ServeConfig, ["--host", "0.0.0.0"]))
     assert loaded.owner(f"Bearer {SECOND}".encode())
     assert not loaded.owner(b"Bearer wrong")
     assert "ASCENDCHAT_API_KEYS" not in os.environ
@@ -88,8 +88,8 @@ def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch: pyte
         compared.append((len(a), len(b)))
         return real(a, b)
 
-    monkeypatch.setattr(keys.hmac, "compare_digest", counted)
-    three = keys.Keys([FIRST, SECOND, THIRD])
+    monkeypatch.setattr(guard.hmac, "compare_digest", counted)
+    three = guard.Keys([FIRST, SECOND, THIRD])
     for sent in (FIRST, SECOND, THIRD, "wrong", "", "x" * 10_000, f"{FIRST},{SECOND}"):
         compared.clear()
         assert bool(three.owner(f"Bearer {sent}".encode())) == (sent in (FIRST, SECOND, THIRD))
@@ -154,11 +154,11 @@ def test_a_server_that_would_be_open_by_accident_does_not_start(
 
 
 def test_warnings_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keys.admission(parse(ServeConfig, ["--host", "0.0.0.0", "--no-auth"]))
+    guard.admission(parse(ServeConfig, ["--host", "0.0.0.0", "--no-auth"]))
     assert capsys.readouterr().err.count("\n") == 1
     file = tmp_path / "keys"
     file.write_text(FIRST)
     for mode, warned in ((0o644, True), (0o400, False)):
         file.chmod(mode)
-        keys.admission(parse(ServeConfig, ["--api-key-file", str(file)]))
+        guard.admission(parse(ServeConfig, ["--api-key-file", str(file)]))
         assert (f"chmod 600 {file}" in capsys.readouterr().err) == warned

@@ -20,7 +20,7 @@ from running_server import CHAT, Server, error_of, question, running
 from warm_process import children, warm_workers
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.serve import child, reader
+from ascendchat.serve import pool, reader
 from ascendchat.serve.errors import Problem
 from ascendchat.serve.prompts import Model
 from ascendchat.serve.reader import Reader
@@ -183,7 +183,7 @@ def test_a_schema_that_is_never_compiled_is_refused_before_it_stands_in_a_queue(
 @contextlib.asynccontextmanager
 async def reading(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Reader]:
     TEXT.save(folder)
-    monkeypatch.setattr(child, "subprocess", warm_workers())
+    monkeypatch.setattr(pool, "subprocess", warm_workers())
     made = Reader(ServeConfig(), folder, **settings)
     try:
         yield made
@@ -250,15 +250,15 @@ def test_a_request_whose_process_was_killed_is_read_by_another_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
     """Nobody has noticed its end yet; what kills a second one may be the request itself."""
-    send, struck = child.Child.send, list[int]()
+    send, struck = pool.Child.send, list[int]()
 
-    def killing(there: child.Child, message: Any) -> None:
+    def killing(there: pool.Child, message: Any) -> None:
         if isinstance(message, Job) and len(struck) < kills:
             struck.append(there.process.pid)
             os.kill(there.process.pid, signal.SIGKILL)
         send(there, message)
 
-    monkeypatch.setattr(child.Child, "send", killing)
+    monkeypatch.setattr(pool.Child, "send", killing)
 
     async def test() -> None:
         async with reading(tmp_path, monkeypatch) as there:

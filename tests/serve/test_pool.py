@@ -20,10 +20,9 @@ import running_server as served
 
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
-from ascendchat.serve import child
-from ascendchat.serve.child import Child
+from ascendchat.serve import pool as child
 from ascendchat.serve.messages import Open, Part
-from ascendchat.serve.pool import MOST_ATTEMPTS, Failure, Pool, Process
+from ascendchat.serve.pool import MOST_ATTEMPTS, Child, Failure, Pool, Process
 
 pytestmark = pytest.mark.slow
 

@@ -22,8 +22,7 @@ from ascendchat.config.generate import ChatConfig
 from ascendchat.data.chat.template import render_prompt
 from ascendchat.device import pick
 from ascendchat.engine.engine import Engine
-from ascendchat.engine.generator import Generator
-from ascendchat.engine.request import Completion, Piece, Request, Sampling
+from ascendchat.engine.request import Completion, Generator, Piece, Request, Sampling
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT

@@ -14,8 +14,8 @@ from ascendchat.config.serve import ServeConfig
 from ascendchat.engine.grammar import Grammars
 from ascendchat.engine.request import Grammar
 from ascendchat.serve import schemas
+from ascendchat.serve.pool import Overloaded
 from ascendchat.serve.schemas import Schemas
-from ascendchat.serve.ticket import Overloaded
 
 TEXT = make.tokenizer()
 HOSTILE = [Grammar("regex", f"hostile {number}") for number in range(40)]

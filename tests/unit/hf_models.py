@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ascendchat.data.tokenizer.learn import learn
-from ascendchat.data.tokenizer.pattern import PATTERN
+from ascendchat.data.tokenizer.learn import PATTERN, learn
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.models.folder import OpenedFolder, find, open_folder
 from ascendchat.models.import_transformers import library

@@ -14,10 +14,21 @@ import torch
 
 from ascendchat.config import UserError
 from ascendchat.nn import attention
-from ascendchat.nn.attention import KERNELS, Eager, Flash, NpuFusion, Reference, Sdpa, choose, visible
-from ascendchat.nn.masks import cache_mask, inside, window_blocks
-from ascendchat.nn.parity import decode_fault
-from ascendchat.nn.products import products
+from ascendchat.nn.attention import (
+    KERNELS,
+    Eager,
+    Flash,
+    NpuFusion,
+    Reference,
+    Sdpa,
+    cache_mask,
+    choose,
+    decode_fault,
+    inside,
+    products,
+    visible,
+    window_blocks,
+)
 
 EXACT = pytest.mark.parametrize("kernel", [Reference(), Sdpa(), Eager()], ids=lambda k: k.name)
 
@@ -266,15 +277,15 @@ def test_blocks_of_a_window_are_those_that_torch_finds_in_the_whole_mask(length:
 
 def test_prompts_are_read_without_torchs_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of an operator imports it, which takes seconds; only who learns or compiles needs the operator."""
-    from ascendchat.nn import flash_kernel
+    from ascendchat.nn import attention
 
     calls: list[tuple[Any, ...]] = []
     for name in ("_run", "_flash"):
-        monkeypatch.setattr(flash_kernel, name, lambda *known, name=name: (calls.append((name, *known[5:])), known)[1])
+        monkeypatch.setattr(attention, name, lambda *known, name=name: (calls.append((name, *known[5:])), known)[1])
     q = torch.zeros(1, 8, 2, 16)
-    flash_kernel.flash(q, q, q, None, 8, 4, 0.5)
+    attention.flash(q, q, q, None, 8, 4, 0.5)
     with torch.no_grad():
-        flash_kernel.flash(q.requires_grad_(), q, q, None, 8, 8, 0.5)
-    flash_kernel.flash(q, q, q, None, 8, 4, 0.5)
+        attention.flash(q.requires_grad_(), q, q, None, 8, 8, 0.5)
+    attention.flash(q, q, q, None, 8, 4, 0.5)
     limited = (8, 8, 3, 0, 0.5)
     assert calls == [("_run", *limited), ("_run", 8, 8, -1, 0, 0.5), ("_flash", *limited)]

@@ -25,8 +25,7 @@ from ascendchat.config import NotSaved, OutOfMemory, UserError
 from ascendchat.files import begin_sha256, check_folder, sha256, write_atomic
 from ascendchat.nn.optim import Shard
 from ascendchat.parallel.collectives import World
-from ascendchat.runs.earlier import earlier, notice, set_aside
-from ascendchat.runs.saved import checkpoints, read_ahead
+from ascendchat.runs.run import checkpoints, earlier, notice, read_ahead, set_aside
 
 
 def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

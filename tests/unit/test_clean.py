@@ -22,7 +22,7 @@ from python_script import START
 from ascendchat.cli import main
 from ascendchat.config import home
 from ascendchat.device import smi
-from ascendchat.doctor import clean, proc
+from ascendchat.doctor import clean
 from ascendchat.doctor.clean import Leftover
 
 SLEEP = "import time; print('up', flush=True); time.sleep(120)"
@@ -42,7 +42,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "dev"
     folder.mkdir()
     (folder / "davinci0").write_bytes(b"x" * 4096)
-    monkeypatch.setattr(proc, "DEVICE_NODE", re.compile(re.escape(f"{folder}/") + r"davinci\d"))
+    monkeypatch.setattr(clean, "DEVICE_NODE", re.compile(re.escape(f"{folder}/") + r"davinci\d"))
     return folder / "davinci0"
 
 
@@ -210,7 +210,7 @@ def test_only_nodes_of_accelerators_count_as_devices() -> None:
     nodes = ["/dev/davinci7", "/dev/davinci112", "/dev/devmm_svm", "/dev/nvidia0", "/dev/nvidia-uvm"]
     others = ["/dev/davinci_manager", "/dev/nvidiactl", "/dev/null", "/dev/shm/davinci0", "/tmp/dev/davinci0"]
     others += ["/dev/nvidia-modeset"]
-    assert [path for path in nodes + others if proc.DEVICE_NODE.fullmatch(path)] == nodes
+    assert [path for path in nodes + others if clean.DEVICE_NODE.fullmatch(path)] == nodes
 
 
 def test_itself_and_its_parents_are_never_ended(npu_smi: Tool, node: Path, cli: Command) -> None:
@@ -246,7 +246,7 @@ def test_process_whose_main_thread_ended_first_still_counts_as_alive_and_on_the_
         time.sleep(0.02)
     assert ") Z " in stat.read_text()
     assert clean.alive(child.pid)
-    assert proc.open_devices(child.pid) == [str(node)]
+    assert clean.open_devices(child.pid) == [str(node)]
     child.kill()
     child.wait()
     assert not clean.alive(child.pid)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ascendchat.device import compiling
-from ascendchat.device.compiling import compiled, keep, version
+from ascendchat.device import accelerator
+from ascendchat.device.accelerator import compiled, keep, version
 
 PROGRAM = """
 import os
@@ -106,7 +106,7 @@ def test_a_torch_without_the_setting_compiles_too(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with pytest.raises(AttributeError):
         torch._functorch.config.no_such_setting = True  # type: ignore[attr-defined]
-    monkeypatch.setattr(compiling, "SETTING", "no_such_setting")
+    monkeypatch.setattr(accelerator, "SETTING", "no_such_setting")
     assert callable(compiled(torch.sin))
 
 
@@ -132,7 +132,7 @@ def test_nothing_is_kept_where_compilers_would_fail_or_another_user_could_write(
 
 def test_the_version_of_the_operators_is_that_of_their_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "nn").mkdir()
-    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "device" / "compiling.py"))
+    monkeypatch.setattr(accelerator, "__file__", str(tmp_path / "device" / "compiling.py"))
     found = set()
     for text in ("a = 1", "a = 2"):
         (tmp_path / "nn" / "ops.py").write_text(text)
@@ -147,6 +147,6 @@ def test_a_torch_whose_keys_take_no_version_keeps_no_gradients(monkeypatch: pyte
     monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)
     compiled(torch.sin)
     assert torch._functorch.config.enable_autograd_cache
-    monkeypatch.setattr(compiling, "TAG", "no_such_setting")
+    monkeypatch.setattr(accelerator, "TAG", "no_such_setting")
     compiled(torch.sin)
     assert not torch._functorch.config.enable_autograd_cache

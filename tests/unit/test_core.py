@@ -23,7 +23,7 @@ from ascendchat.config import UserError
 from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 from ascendchat.engine.padding import padded_length
 from ascendchat.eval import core, scorer
-from ascendchat.eval.bundle import CoreTask, load_bundle
+from ascendchat.eval.core import CoreTask, load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored, batches
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT, dense

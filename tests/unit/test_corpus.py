@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError
-from ascendchat.data.arrange import arrange, cut_anew, shuffled
-from ascendchat.data.corpus import FORMAT, Corpus, TextRows, evaluation_rows
-from ascendchat.data.shards import write_shard
+from ascendchat.data.corpus import FORMAT, Corpus, TextRows, arrange, cut_anew, evaluation_rows, shuffled
+from ascendchat.data.prepare import write_shard
 from ascendchat.nn import IGNORE
 
 BOS = 0

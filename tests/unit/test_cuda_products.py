@@ -27,7 +27,7 @@ from ascendchat.device.cpu import CPU
 from ascendchat.device.cuda import CUDA
 from ascendchat.nn.gpt import PlainOps
 from ascendchat.sizes.shape import Shape
-from ascendchat.train import beginning
+from ascendchat.train import start
 from ascendchat.train.loop import Result
 from ascendchat.train.model import build
 from ascendchat.train.run import training_context
@@ -175,11 +175,11 @@ def test_where_two_policies_are_compared_no_package_rounds_one_of_them(monkeypat
     assert learner.packaged == []
     assert not device.chip.fused_mlp
     made: list[bool] = []
-    monkeypatch.setattr(beginning, "build", lambda *_, packaged=True: made.append(packaged))
+    monkeypatch.setattr(start, "build", lambda *_, packaged=True: made.append(packaged))
     for name in ("starting_point", "tokenizer_folder", "open_tokenizer", "settings_of"):
-        monkeypatch.setattr(beginning, name, MagicMock())
-    monkeypatch.setattr(beginning.Shape, "from_dict", lambda sizes: shape)
-    beginning.begin_with_ours(RlConfig(), MagicMock(), "rl")
+        monkeypatch.setattr(start, name, MagicMock())
+    monkeypatch.setattr(start.Shape, "from_dict", lambda sizes: shape)
+    start.begin_with_ours(RlConfig(), MagicMock(), "rl")
     assert made == [False]
 
 

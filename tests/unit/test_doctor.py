@@ -17,7 +17,7 @@ import pytest
 from ascendchat.chips import find
 from ascendchat.config import home
 from ascendchat.device import smi
-from ascendchat.doctor import checks, checks_cann, checks_npu, checks_system, probe
+from ascendchat.doctor import checks, checks_npu, checks_system, probe
 from ascendchat.doctor.checks import Check, Machine
 from ascendchat.doctor.command import conclusion, plain_lines
 from ascendchat.doctor.probe import Probe
@@ -60,7 +60,7 @@ def laptop(tmp_path: Path, **changes: Any) -> Machine:
 
 def atlas(tmp_path: Path, **changes: Any) -> Machine:
     """A healthy Atlas A2 server: eight 910B3, driver, CANN 9.1.0 loaded, its operators installed."""
-    for name in [f"davinci{i}" for i in range(8)] + list(checks_cann.MANAGERS):
+    for name in [f"davinci{i}" for i in range(8)] + list(checks_npu.MANAGERS):
         put(tmp_path / "dev" / name)
     put(tmp_path / "usr/local/Ascend/driver/version.info", "Version=25.5.1\nascendhal_version=7.35.23\n")
     cann = tmp_path / "usr/local/Ascend/cann"
@@ -232,16 +232,16 @@ CASES: list[tuple[Callable[[Machine], Check], Callable[[Path], Machine], str, li
     (checks_npu.collectives, atlas, "ok", ["hccl"]),
     (checks_npu.collectives, lambda path: npu_says(path, hccl=False), "fail", ["hccl is missing", "gloo"]),
     (checks_npu.variables, asked(ASCEND_LAUNCH_BLOCKING="1"), "warn", ["slower", "unset ASCEND_LAUNCH_BLOCKING"]),
-    (checks_cann.cann, atlas, "ok", ["9.1.0"]),
-    (checks_cann.cann, unloaded, "fail", ["not loaded", SET_ENV]),
-    (checks_cann.cann, versions("2.9.0", "2.9.0"), "warn", ["CANN 9.1.0", "CANN 8.5.0"]),
-    (checks_cann.cann, asked(ASCEND_HOME_PATH="/nowhere/cann"), "fail", ["/nowhere/cann does not exist", SET_ENV]),
-    (checks_cann.driver, without_driver, "fail", ["version.info"]),
-    (checks_cann.device_nodes, without_driver, "fail", ["/dev/davinci0"]),
-    (checks_cann.npu_smi, sick, "warn", ["5 Alarm", "npu-smi info -t health -i 5"]),
-    (checks_cann.npu_smi, smi_fails("dcmi model initialized failed. ret is -8020"), "fail", ["another container"]),
-    (checks_cann.npu_smi, smi_fails("dcmi module: ret is -8005"), "fail", ["-8005", "--device /dev/davinci0"]),
-    (checks_cann.npu_smi, smi_fails("npu-smi did not answer within 15 s"), "fail", ["dmesg"]),
+    (checks_npu.cann, atlas, "ok", ["9.1.0"]),
+    (checks_npu.cann, unloaded, "fail", ["not loaded", SET_ENV]),
+    (checks_npu.cann, versions("2.9.0", "2.9.0"), "warn", ["CANN 9.1.0", "CANN 8.5.0"]),
+    (checks_npu.cann, asked(ASCEND_HOME_PATH="/nowhere/cann"), "fail", ["/nowhere/cann does not exist", SET_ENV]),
+    (checks_npu.driver, without_driver, "fail", ["version.info"]),
+    (checks_npu.device_nodes, without_driver, "fail", ["/dev/davinci0"]),
+    (checks_npu.npu_smi, sick, "warn", ["5 Alarm", "npu-smi info -t health -i 5"]),
+    (checks_npu.npu_smi, smi_fails("dcmi model initialized failed. ret is -8020"), "fail", ["another container"]),
+    (checks_npu.npu_smi, smi_fails("dcmi module: ret is -8005"), "fail", ["-8005", "--device /dev/davinci0"]),
+    (checks_npu.npu_smi, smi_fails("npu-smi did not answer within 15 s"), "fail", ["dmesg"]),
     (checks_system.mirror, lambda p: laptop(p, mirror="late"), "warn", ["export HF_ENDPOINT=https://hf-mirror.com"]),
     (checks_system.mirror, lambda path: laptop(path, mirror=None), "skip", ["HF_HUB_OFFLINE"]),
 ]
@@ -281,21 +281,21 @@ def test_bf16_is_told_by_the_whole_name_of_the_chip(tmp_path: Path, chip: str, s
 
 def test_operators_of_another_chip_are_a_failure(tmp_path: Path) -> None:
     machine = atlas(tmp_path)
-    told(checks_cann.operator_package(machine), "ok", "ascend910b")
+    told(checks_npu.operator_package(machine), "ok", "ascend910b")
     kernels = tmp_path / "usr/local/Ascend/cann/opp/built-in/op_impl/ai_core/tbe/kernel"
     (kernels / "ascend910b").rename(kernels / "ascend310p")
-    told(checks_cann.operator_package(machine), "fail", "needs ascend910b, found ascend310p", "910b-ops_9.1.0")
+    told(checks_npu.operator_package(machine), "fail", "needs ascend910b, found ascend310p", "910b-ops_9.1.0")
 
 
 def test_missing_device_files_are_named_for_docker(tmp_path: Path) -> None:
     machine = replace(atlas(tmp_path), npu=Probe({}, LIBHCCL))
     (tmp_path / "dev/devmm_svm").unlink()
-    told(checks_cann.device_nodes(machine), "fail", "docker run --device /dev/devmm_svm")
+    told(checks_npu.device_nodes(machine), "fail", "docker run --device /dev/devmm_svm")
 
 
 def test_device_files_closed_to_the_user_name_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: "davinci" not in str(path))  # root may open everything
-    told(checks_cann.group(atlas(tmp_path)), "fail", "/dev/davinci0", "usermod -aG")
+    told(checks_npu.group(atlas(tmp_path)), "fail", "/dev/davinci0", "usermod -aG")
 
 
 # ------------------------------------------------------------------------------------------------ around the chips

@@ -14,9 +14,8 @@ from ascendchat.config.train import BenchTrainConfig
 from ascendchat.data.loader import MicroBatch
 from ascendchat.device import pick
 from ascendchat.eval.scorer import Example, ModelScorer
-from ascendchat.nn.attention import Attention, Eager, Flash, NpuFusion, Reference, Sdpa
+from ascendchat.nn.attention import Attention, Eager, Flash, NpuFusion, Reference, Sdpa, flash
 from ascendchat.nn.documents import Documents, documents
-from ascendchat.nn.flash_kernel import flash
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss, token_nats
 from ascendchat.parallel.collectives import World

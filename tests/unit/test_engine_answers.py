@@ -14,7 +14,7 @@ from ascendchat.data.chat.template import parse_content, render_prompt
 from ascendchat.device import Device, pick
 from ascendchat.engine.detokenize import TextStream
 from ascendchat.engine.engine import Engine, Piece, Request, Sampling
-from ascendchat.engine.generator import prompt_room
+from ascendchat.engine.request import prompt_room
 
 TEXT = make.tokenizer()
 SPECIAL = TEXT.specials

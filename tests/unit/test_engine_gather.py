@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ascendchat.device import Device
-from ascendchat.engine import gather
+from ascendchat.engine import engine as gather
 from ascendchat.engine.engine import Completion, Engine, Job, Request, Sampling
 from ascendchat.engine.prefix import LEAST_REUSE
 from ascendchat.engine.request import Grammar

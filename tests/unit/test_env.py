@@ -19,12 +19,13 @@ from ascendchat.device.env import (
     PreparedEnvironment,
     announce,
     devices_behind,
+    harmful_settings,
+    known_harmful,
     load_problem,
     look,
     prepare_environment,
     without_own_settings,
 )
-from ascendchat.device.harmful_env import harmful_settings, known_harmful
 
 BARE = MachineFacts(torch_npu=False, cann=False, driver=False, nodes=(), nvidia=False)
 NPU = MachineFacts(torch_npu=True, cann=True, driver=True, nodes=("/dev/davinci0", "/dev/davinci1"), nvidia=False)

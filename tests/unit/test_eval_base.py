@@ -18,13 +18,13 @@ from test_core import CPU, KERNEL, Hashed, Letters, model, text_rows, write_bund
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
-from ascendchat.config.eval import EvalBaseConfig
+from ascendchat.config.generate import EvalBaseConfig
 from ascendchat.data import prepare
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.eval import core
 from ascendchat.eval.base import run
 from ascendchat.eval.bits import bits_per_byte
-from ascendchat.eval.bundle import CoreTask, load_bundle
+from ascendchat.eval.core import CoreTask, load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored
 from ascendchat.nn import IGNORE
 from ascendchat.nn.gpt import GPT, dense

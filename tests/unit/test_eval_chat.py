@@ -18,7 +18,7 @@ from engine_models import tokenizer as bytes_tokenizer
 from ascendchat import sandbox, tasks
 from ascendchat.checkpoint import Writer as CheckpointWriter
 from ascendchat.config import UserError, home, parse
-from ascendchat.config.eval import EvalChatConfig
+from ascendchat.config.generate import EvalChatConfig
 from ascendchat.data.chat.template import Conversation, render_prompt, text_of
 from ascendchat.data.chat.template import parse_messages as parse_ids
 from ascendchat.data.tokenizer.tokenizer import Tokenizer

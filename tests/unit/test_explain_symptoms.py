@@ -10,9 +10,8 @@ import pytest
 from ascendchat import cli
 from ascendchat.config import UserError
 from ascendchat.config.commands import ExplainConfig
-from ascendchat.doctor.explain import ask, run
+from ascendchat.doctor.explain import MOST, alike, ask, phrases, run, terms
 from ascendchat.doctor.explain_rules import all_rules
-from ascendchat.doctor.explain_symptoms import MOST, alike, phrases, terms
 
 RULES = all_rules()[0]
 TOLD = [(rule.id, phrase) for rule in RULES for phrases in rule.symptoms.values() for phrase in phrases]

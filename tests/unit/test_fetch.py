@@ -16,9 +16,8 @@ from http_server import CHUNK, DATA, FAST, HASTY, Server, noise, serve
 from ascendchat.config import UserError, home
 from ascendchat.data import fetch as fetching
 from ascendchat.data.fetch import Policy, fetch, folder_of
-from ascendchat.data.fetch.partfile import PartFile
-from ascendchat.data.fetch.transfer import Downloader, FileDownload, Remote, Restarted, range_answer
-from ascendchat.data.fetch.web import Web, retry_after
+from ascendchat.data.fetch.download import Downloader, FileDownload, PartFile, Remote, Restarted, range_answer
+from ascendchat.data.fetch.http import Web, retry_after
 
 
 @pytest.fixture

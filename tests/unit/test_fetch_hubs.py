@@ -12,8 +12,8 @@ from http_server import CHUNK, COMMIT, DATA, FAST, Server, noise, serve
 
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.data import DataFetchConfig
-from ascendchat.data.fetch import SETS, fetch, folder_of, hubs, run
-from ascendchat.data.fetch.hubs import fixed_folder
+from ascendchat.data.fetch import SETS, fetch, folder_of, request, run
+from ascendchat.data.fetch.request import fixed_folder
 from ascendchat.data.fetch.sources import find_set
 
 
@@ -73,8 +73,8 @@ def test_the_mirror_is_tried_when_the_hub_cannot_be_reached_and_never_gets_the_t
     server.hugging_face("o/n", {"x.bin": DATA})
     monkeypatch.delenv("HF_ENDPOINT")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setattr(hubs, "HUGGING_FACE", "http://127.0.0.1:1")  # nobody there
-    monkeypatch.setattr(hubs, "MIRROR", server.url)
+    monkeypatch.setattr(request, "HUGGING_FACE", "http://127.0.0.1:1")  # nobody there
+    monkeypatch.setattr(request, "MIRROR", server.url)
     assert (fetch("o/n", policy=FAST) / "x.bin").read_bytes() == DATA
     assert not any("authorization" in a.headers for a in server.asked)
     monkeypatch.setenv("HF_ENDPOINT", server.url)  # chosen by the user: now it may have it

@@ -13,7 +13,7 @@ from http_server import DATA, FAST, Server, serve
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.data import DataFetchConfig
 from ascendchat.data import fetch as fetching
-from ascendchat.data.fetch import fetch, folder_of, hubs, run
+from ascendchat.data.fetch import fetch, folder_of, request, run
 from ascendchat.data.fetch.http import redact, url_hash
 from ascendchat.data.fetch.sources import SETS, DataSource
 from ascendchat.tasks import load
@@ -213,8 +213,8 @@ def test_only_secrets_are_hidden() -> None:
 
 def test_the_advice_does_not_repeat_a_mirror_that_was_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror = server.url.replace("127.0.0.1", "localhost")
-    monkeypatch.setattr(hubs, "HUGGING_FACE", server.url)
-    monkeypatch.setattr(hubs, "MIRROR", mirror)
+    monkeypatch.setattr(request, "HUGGING_FACE", server.url)
+    monkeypatch.setattr(request, "MIRROR", mirror)
     for chosen in ("", mirror, server.url):
         monkeypatch.setenv("HF_ENDPOINT", chosen)
         with pytest.raises(UserError, match="behind a proxy set HTTPS_PROXY") as caught:

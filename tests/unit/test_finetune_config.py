@@ -195,7 +195,9 @@ def test_rates_follow_what_is_trained() -> None:
 @pytest.mark.slow
 def test_training_imports_fsdp_only_when_weights_are_shared_out() -> None:
     """It takes most of a second."""
-    code = "import sys, ascendchat.train.sft, ascendchat.train.finetune; print('torch.distributed.fsdp' in sys.modules)"
+    code = (
+        "import sys, ascendchat.train.chat, ascendchat.train.finetune; print('torch.distributed.fsdp' in sys.modules)"
+    )
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "False", done.stderr[-2000:]

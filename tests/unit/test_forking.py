@@ -16,8 +16,8 @@ import pytest
 
 from ascendchat.cli import main
 from ascendchat.launch import supervise
+from ascendchat.launch.forkserver import Nursery, WarmAgent
 from ascendchat.launch.supervise import Signals
-from ascendchat.launch.warm import Nursery, WarmAgent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
 ROOT = Path(__file__).resolve().parents[2]

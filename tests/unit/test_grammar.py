@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from ascendchat.engine import grammar as module
-from ascendchat.engine import trial
-from ascendchat.engine.grammar import Grammars, Matcher, compiled, grammars, vocabulary, with_moved_borders
+from ascendchat.engine import grammar as trial
+from ascendchat.engine.grammar import TOO_MUCH, Grammars, Matcher, compiled, grammars, vocabulary, with_moved_borders
 from ascendchat.engine.request import Grammar
-from ascendchat.engine.trial import TOO_MUCH
 
 TEXT = make.tokenizer()
 SPECIAL = TEXT.specials
@@ -325,7 +324,7 @@ def test_the_trial_runs_without_torch_and_ends_with_its_parent() -> None:
     script = (
         "import sys\n"
         "from ascendchat.data.tokenizer.tokenizer import Tokenizer\n"
-        "from ascendchat.engine.trial import Trial\n"
+        "from ascendchat.engine.grammar import Trial\n"
         "from ascendchat.engine.request import Grammar\n"
         "trial = Trial(Tokenizer([(104, 101)]))\n"
         "assert trial.reason(Grammar('regex', 'a')) == ''\n"

@@ -17,7 +17,7 @@ from ascendchat.data.loader import MicroBatch
 from ascendchat.device import pick
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Request, Sampling
-from ascendchat.models.compiled import run
+from ascendchat.models.causal_lm import run
 from ascendchat.models.lora import LoraSettings, add_lora
 from ascendchat.nn.attention import KERNELS, Attention, Sdpa
 from ascendchat.train.model import Learner
@@ -240,7 +240,7 @@ def test_nothing_is_compiled_where_it_is_not_sound(compiler: Compiler, opened: O
     model = opened().model
     trained(learner(model, compiled=True, kernel=Unpacked()))
     trained(learner(model, compiled=False))
-    model.compiles_layers = False  # 4 bits, shared out weights, fused operators: train/huggingface.py
+    model.compiles_layers = False  # 4 bits, shared out weights, fused operators: train/start.py
     trained(learner(model, compiled=True))
     assert not compiler.graphs
 

@@ -17,11 +17,9 @@ from ascendchat.models.causal_lm import CausalLM
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.documents import documents
-from ascendchat.nn.logprobs import head_objective
-from ascendchat.nn.loss import head_loss, token_nats
+from ascendchat.nn.logprobs import Drawn, head_objective
+from ascendchat.nn.loss import head_loss, token_nats, uncapped_score
 from ascendchat.nn.model import dense
-from ascendchat.nn.readout import Drawn
-from ascendchat.nn.uncapped import uncapped_score
 from ascendchat.train.model import Learner
 
 pytestmark = pytest.mark.usefixtures("one_thread")

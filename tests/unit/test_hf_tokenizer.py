@@ -14,8 +14,7 @@ import pytest
 import tokenizers
 
 from ascendchat.config import UserError
-from ascendchat.data.chat.pair_rows import PairCounts, render_pair
-from ascendchat.data.chat.pairs import Pair
+from ascendchat.data.chat.pairs import Pair, PairCounts, render_pair
 from ascendchat.data.chat.rows import ChatRows
 from ascendchat.data.chat.template import Counts, render, render_pieces, render_prompt
 from ascendchat.data.tokenizer import storage

@@ -23,7 +23,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for
 from ascendchat.engine.request import Request, Sampling
-from ascendchat.models.nanochat_tokenizer import read_tokenizer
+from ascendchat.models.nanochat import read_tokenizer
 from ascendchat.models.open import open_model
 from ascendchat.nn.model import dense
 from ascendchat.nn.optim import Shard

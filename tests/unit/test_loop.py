@@ -23,8 +23,7 @@ from ascendchat.config.train import BaseConfig
 from ascendchat.device import Device, pick
 from ascendchat.nn.optim import Group, MuonAdamW
 from ascendchat.parallel.collectives import World
-from ascendchat.runs.run import Run, open_run, read_metrics
-from ascendchat.runs.saved import checkpoints
+from ascendchat.runs.run import Run, checkpoints, open_run, read_metrics
 from ascendchat.train import loop
 from ascendchat.train.loop import GRADIENT, Diverged, LossScale, Options, fit, train_step
 from ascendchat.train.signals import Interrupted, StopSignals

@@ -13,9 +13,7 @@ from ascendchat.config.train import BaseConfig
 from ascendchat.device import Device
 from ascendchat.parallel.collectives import World
 from ascendchat.parallel.context import Context
-from ascendchat.runs.earlier import read_facts
-from ascendchat.runs.run import open_run, read_metrics
-from ascendchat.runs.saved import checkpoints
+from ascendchat.runs.run import checkpoints, open_run, read_facts, read_metrics
 from ascendchat.train.loop import Diverged, Options, fit
 from ascendchat.train.run import train_stage
 from ascendchat.train.stage import Loss

@@ -10,9 +10,8 @@ import torch
 
 from ascendchat.nn import IGNORE
 from ascendchat.nn import logprobs as module
-from ascendchat.nn.logprobs import head_logprobs, head_objective
+from ascendchat.nn.logprobs import Drawn, Float32Readout, Read, Readout, head_logprobs, head_objective
 from ascendchat.nn.loss import SOFTCAP
-from ascendchat.nn.readout import Drawn, Float32Readout, Read, Readout
 
 VOCAB = 37
 

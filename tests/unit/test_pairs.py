@@ -12,7 +12,7 @@ import torch
 from ascendchat.config import UserError
 from ascendchat.data.chat.formats import conversations
 from ascendchat.data.chat.pairs import Pair, pairs
-from ascendchat.train.reference import Reference
+from ascendchat.train.preference import Reference
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "What is 2 + 2?"}

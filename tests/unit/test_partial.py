@@ -10,7 +10,7 @@ from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
-from ascendchat.remote.partial import joined, rest
+from ascendchat.remote.completions import joined, rest
 
 TEXT = make.tokenizer()
 START = TEXT.specials["<|assistant_start|>"]

@@ -18,9 +18,9 @@ from ascendchat.chips import find
 from ascendchat.config import UserError, parse
 from ascendchat.config.commands import PlanConfig
 from ascendchat.plan import command as plan
+from ascendchat.plan.command import flags as flags_text
+from ascendchat.plan.command import suggestions
 from ascendchat.plan.goals import TooLarge
-from ascendchat.plan.refuse import flags as flags_text
-from ascendchat.plan.refuse import suggestions
 from ascendchat.plan.show import plan_text
 
 STEADY = settings(derandomize=True, deadline=None, max_examples=40)  # the same examples on every machine

@@ -12,8 +12,7 @@ import pytest
 from ascendchat.chips import GIB, find
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan.command import make
-from ascendchat.plan.refuse import DoesNotFit
+from ascendchat.plan.command import DoesNotFit, make
 from ascendchat.sizes.hf import finetuning, from_config, read_config
 from ascendchat.sizes.memory import allocated, usable
 

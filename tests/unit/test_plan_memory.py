@@ -15,24 +15,29 @@ from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.goals import train_parts, train_plan
 from ascendchat.sizes.memory import (
     HEAD_CHUNK_BYTES,
+    LITTLE,
     MIB,
+    MOST_PADDING,
     activations,
     allocated,
     backward_work,
     compute_dtype,
     decode_rate,
     decoding,
+    elements,
+    exchanged_elements,
     kv_bytes,
     logits_of_chunk,
     mean_on_device,
     most_sequences,
     policy_logits,
+    stacks,
     step_work,
+    team_size,
     training,
     usable,
 )
 from ascendchat.sizes.shape import Shape
-from ascendchat.sizes.share import LITTLE, MOST_PADDING, elements, exchanged_elements, stacks, team_size
 
 STEADY = settings(derandomize=True, deadline=None, max_examples=30)  # the same examples on every machine
 CHIPS = st.sampled_from(["Ascend910B3", "Ascend910A", "H100", "cpu"])

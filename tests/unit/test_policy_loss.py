@@ -17,12 +17,12 @@ from ascendchat.device import pick
 from ascendchat.engine.request import Request, Sampling
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import choose
-from ascendchat.nn.readout import Drawn
+from ascendchat.nn.logprobs import Drawn
 from ascendchat.rl.command import engine_of, readout_of
 from ascendchat.rl.grpo import PRESETS, Method
 from ascendchat.rl.invariant import batch_invariant
-from ascendchat.rl.policy_loss import PolicyBatch, PolicyLoss, method_of
 from ascendchat.rl.rollout import Group, Question, TokenRows, pack
+from ascendchat.rl.stage import PolicyBatch, PolicyLoss, method_of
 from ascendchat.tasks import Task
 from ascendchat.train.model import Learner
 

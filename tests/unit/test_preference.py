@@ -9,9 +9,8 @@ import torch
 
 from ascendchat.nn import IGNORE
 from ascendchat.nn import logprobs as module
-from ascendchat.nn.logprobs import head_logprobs, learnt_logprobs
+from ascendchat.nn.logprobs import Drawn, head_logprobs, learnt_logprobs
 from ascendchat.nn.preference import PREFERENCES, Pairs, Weights, log_odds, preference, sequence_sums
-from ascendchat.nn.readout import Drawn
 
 LOG2 = math.log(2)
 

@@ -12,16 +12,18 @@ from ascendchat.engine.prefix import (
     LEAST_REUSE,
     NOTHING,
     TURN,
+    UNDECIDED,
     Copy,
     Held,
     Hit,
+    Part,
     Prefixes,
+    Reading,
     as_tokens,
     head_of,
     mark_place,
     rounds,
 )
-from ascendchat.engine.reading import UNDECIDED, Part, Reading
 
 
 def test_a_slot_can_go_on_exactly_where_its_rings_have_all_that_is_seen() -> None:

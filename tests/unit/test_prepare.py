@@ -28,8 +28,7 @@ from ascendchat.data import toyworld
 from ascendchat.data.corpus import Corpus, open_corpora
 from ascendchat.data.fetch import fetch
 from ascendchat.data.mixture import parse_mixture
-from ascendchat.data.prepare import prepare, run
-from ascendchat.data.shards import dtype_for, is_validation
+from ascendchat.data.prepare import dtype_for, is_validation, prepare, run
 from ascendchat.data.tokenizer.commands import texts_of
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.data.verify import verify_folders

@@ -1,4 +1,4 @@
-"""How nn/product_kernel.py is launched; what it computes is in test_token_step.py, in whole steps of decoding.
+"""How nn/triton_decoding.py is launched; what it computes is in test_token_step.py, in whole steps of decoding.
 
 It needs Triton, and a CUDA device or its interpreter: TRITON_INTERPRET=1 pytest tests/unit/test_product_kernel.py
 """
@@ -22,17 +22,17 @@ PLACE = torch.device("cuda" if CUDA else "cpu")
 def test_stages_that_the_chip_has_no_room_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chip of 99 KiB, as most cards for desks have, runs what was measured on one of 227."""
     from ascendchat.engine.gpt_step import MANY_BLOCKS, SOME_BLOCKS
-    from ascendchat.nn import product_kernel
+    from ascendchat.nn import triton_decoding
 
     launched: list[int] = []
     kernel = MagicMock()
     kernel.__getitem__.return_value = lambda *tensors, stages, **told: launched.append(stages)
-    monkeypatch.setattr(product_kernel, "_product", kernel)
+    monkeypatch.setattr(triton_decoding, "_product", kernel)
     x, weight, out = (torch.zeros(64, 256, dtype=torch.bfloat16, device=PLACE) for _ in range(3))
     parts, totals = torch.zeros(64, 2, 4, 128, device=PLACE), torch.ones(64, 2, 4, device=PLACE)
     for room in (227, 99):
-        monkeypatch.setattr(product_kernel, "shared_memory", lambda place, room=room: room << 10)
-        product_kernel.product(x, weight, out[None], SOME_BLOCKS["qkv"])
-        product_kernel.product(x, weight, out[None], MANY_BLOCKS["qkv"])
-        product_kernel.product(parts, weight, out[None], SOME_BLOCKS["out"], totals=totals)  # in float32, four each
+        monkeypatch.setattr(triton_decoding, "shared_memory", lambda place, room=room: room << 10)
+        triton_decoding.product(x, weight, out[None], SOME_BLOCKS["qkv"])
+        triton_decoding.product(x, weight, out[None], MANY_BLOCKS["qkv"])
+        triton_decoding.product(parts, weight, out[None], SOME_BLOCKS["out"], totals=totals)  # in float32, four each
     assert launched == [6, 3, 2, 4, 2, 1]

@@ -20,7 +20,7 @@ import zstandard
 from ascendchat.config import UserError
 from ascendchat.data.chat.formats import conversations
 from ascendchat.data.read import read_documents
-from ascendchat.eval.bundle import load_bundle
+from ascendchat.eval.core import load_bundle
 from ascendchat.tasks.files import SPLIT, set_rows
 
 ROWS = [{"text": f"document {i}", "question": f"q{i}", "answer": "B"} for i in range(500)]

@@ -8,15 +8,13 @@ import dataclasses
 import pytest
 
 from ascendchat.chips import find
-from ascendchat.config.commands import PlanConfig
-from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.config.commands import PlanConfig, SpeedrunConfig
 from ascendchat.device.env import MachineFacts
 from ascendchat.plan.goals import train_plan
 from ascendchat.sizes.shape import Shape
 from ascendchat.speedrun.command import read_recipe, run
-from ascendchat.speedrun.devices import devices_here, shortage
 from ascendchat.speedrun.forecast import forecasts
-from ascendchat.speedrun.recipe import chosen, recipe_files
+from ascendchat.speedrun.recipe import chosen, devices_here, recipe_files, shortage
 
 
 def said(name: str, here: int, device_type: str = "npu", only: tuple[str, ...] = ()) -> str:

@@ -15,7 +15,7 @@ from test_recipes import STAGES, Calls, own
 from ascendchat import cli
 from ascendchat.chips import find
 from ascendchat.config import UserError
-from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.config.commands import SpeedrunConfig
 from ascendchat.speedrun import command as speedrun
 from ascendchat.speedrun import ledger
 from ascendchat.speedrun.forecast import forecasts

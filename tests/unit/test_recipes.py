@@ -20,16 +20,15 @@ from stand_ins import write_stand_ins
 from ascendchat import cli
 from ascendchat.chips import find
 from ascendchat.config import UserError, home, load_yaml, parse
-from ascendchat.config.commands import PlanConfig
-from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.config.commands import PlanConfig, SpeedrunConfig
 from ascendchat.config.train import PUBLISHED
 from ascendchat.data.chat.template import has_reply
 from ascendchat.data.fetch import fetch, folder_of
 from ascendchat.data.fetch.sources import SETS
 from ascendchat.data.mixture import parse_entry
 from ascendchat.data.read import read_documents
-from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.chat import chosen_tasks
+from ascendchat.eval.core import load_bundle
 from ascendchat.plan.goals import train_plan
 from ascendchat.runs.run import run_folder
 from ascendchat.speedrun import command as speedrun

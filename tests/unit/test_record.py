@@ -19,9 +19,8 @@ import pytest
 
 from ascendchat.config import UserError, home, parse
 from ascendchat.runs import run as record
-from ascendchat.runs.earlier import read_facts
-from ascendchat.runs.run import open_run, read_metrics, run_folder
-from ascendchat.runs.speed import Smooth, eta, speed
+from ascendchat.runs.console import Smooth, eta, speed
+from ascendchat.runs.run import open_run, read_facts, read_metrics, run_folder
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from ascendchat.parallel.collectives import World
 from ascendchat.sizes import schedule
 from ascendchat.sizes.shape import Shape
 from ascendchat.train import budget
-from ascendchat.train.model import Learner, optimizer_for
-from ascendchat.train.recorded import learning, pays, short
+from ascendchat.train.model import Learner, learning, optimizer_for, pays, short
 
 SHAPE = Shape.from_depth(2, dim=64, head_dim=32, vocab=256, seq_len=64)
 

@@ -15,10 +15,10 @@ import yaml
 
 from ascendchat.cli import main
 from ascendchat.config import UserError
+from ascendchat.report.command import Watched, server
 from ascendchat.report.content import Plot, Section, Table, content, half_band, spread
 from ascendchat.report.gather import gather, newest_run, same_but_seed, same_settings
 from ascendchat.report.plots import Curve, Panel, draw, smoothed, thinned
-from ascendchat.report.watch import Watched, server
 from ascendchat.runs.results import NewResults
 
 

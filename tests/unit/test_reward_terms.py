@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.rl import terms
+from ascendchat.rl import rewards
 from ascendchat.rl.questions import QuestionFile
 from ascendchat.rl.rewards import Asked, Judge, row_of
 from ascendchat.tasks import load
@@ -35,20 +35,20 @@ from ascendchat.tasks import load
     ],
 )
 def test_gsm8k(reply: str, answer: object, reward: float) -> None:
-    assert terms.gsm8k("q", reply, answer=answer, task="x") == reward
+    assert rewards.gsm8k("q", reply, answer=answer, task="x") == reward
 
 
 def test_what_a_term_needs_and_the_row_has_not_is_said() -> None:
     for term, row, says in [
-        (terms.gsm8k, {"answer": "a red ball"}, "no number behind ####"),
-        (terms.code, {"answer": "x"}, "no column test"),
-        (terms.toy, {"answer": "x"}, "no column accept"),
-        (terms.answer, {"answer": " "}, "no answer to compare with"),
-        (terms.answer, {"answer": [None, ""]}, "no answer to compare with"),
-        (terms.answer, {"answer": {"value": "18"}}, "the answer is an object, not text"),
-        (terms.answer, {"answer": [["18"]]}, "the answer is a list of lists, not text"),
-        (terms.gsm8k, {"answer": ["18", "red"]}, "'red' has no number"),
-        (terms.choice, {"answer": "the rose"}, "'the rose' is not the letter of a choice"),
+        (rewards.gsm8k, {"answer": "a red ball"}, "no number behind ####"),
+        (rewards.code, {"answer": "x"}, "no column test"),
+        (rewards.toy, {"answer": "x"}, "no column accept"),
+        (rewards.answer, {"answer": " "}, "no answer to compare with"),
+        (rewards.answer, {"answer": [None, ""]}, "no answer to compare with"),
+        (rewards.answer, {"answer": {"value": "18"}}, "the answer is an object, not text"),
+        (rewards.answer, {"answer": [["18"]]}, "the answer is a list of lists, not text"),
+        (rewards.gsm8k, {"answer": ["18", "red"]}, "'red' has no number"),
+        (rewards.choice, {"answer": "the rose"}, "'the rose' is not the letter of a choice"),
     ]:
         with pytest.raises(ValueError, match=says):
             term("q", "#### 1", **row)
@@ -56,24 +56,24 @@ def test_what_a_term_needs_and_the_row_has_not_is_said() -> None:
 
 @pytest.mark.parametrize(("reply", "reward"), [("B", 1.0), ("B.", 1.0), (" B\nbecause", 1.0), ("Bad", 0.0), ("A", 0.0)])
 def test_choice(reply: str, reward: float) -> None:
-    assert terms.choice("q", reply, answer="B") == reward
+    assert rewards.choice("q", reply, answer="B") == reward
 
 
 @pytest.mark.parametrize(
     ("reply", "reward"), [("A dog is the answer, so B", 0.0), ("A (dog)", 1.0), ("A: a dog", 1.0), ("A \ndog", 1.0)]
 )
 def test_a_word_of_one_letter_is_no_choice(reply: str, reward: float) -> None:
-    assert terms.choice("q", reply, answer="A") == reward
+    assert rewards.choice("q", reply, answer="A") == reward
 
 
 def test_code_runs_in_the_sandbox() -> None:
     row = {"starter": "def double(x):\n", "entry_point": "double", "test": "def check(f):\n    assert f(4) == 8"}
-    assert terms.code("q", "```python\ndef double(x):\n    return 2 * x\n```", **row) == 1.0
-    assert terms.code("q", "    return 2 * x", **row) == 1.0
-    assert terms.code("q", "def double(x):\n    return x", **row) == 0.0
-    assert terms.code("q", "def double(x):\n    import sys; sys.exit(0)", **row) == 0.0
-    assert terms.code("q", "def f():\n    return 1", test=["assert f() == 1", "assert f() < 2"]) == 1.0
-    assert terms.code("q", "def f():\n    return 1", test=["assert f() == 1", "assert f() > 2"]) == 0.0
+    assert rewards.code("q", "```python\ndef double(x):\n    return 2 * x\n```", **row) == 1.0
+    assert rewards.code("q", "    return 2 * x", **row) == 1.0
+    assert rewards.code("q", "def double(x):\n    return x", **row) == 0.0
+    assert rewards.code("q", "def double(x):\n    import sys; sys.exit(0)", **row) == 0.0
+    assert rewards.code("q", "def f():\n    return 1", test=["assert f() == 1", "assert f() < 2"]) == 1.0
+    assert rewards.code("q", "def f():\n    return 1", test=["assert f() == 1", "assert f() > 2"]) == 0.0
 
 
 CHECK = "def check(f):\n    assert f(2) == 4\n"
@@ -82,7 +82,7 @@ CLASS = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n    
 
 @pytest.mark.parametrize("test", [CHECK, "METADATA = dict(author='a')\n" + CHECK, ["", CHECK]])
 def test_tests_in_a_function_need_the_name_of_what_they_check(test: object) -> None:
-    for term in (terms.code, terms.answer):
+    for term in (rewards.code, rewards.answer):
         with pytest.raises(ValueError, match="the column entry_point must name the function"):
             term("q", "def sq(x):\n    return 0", test=test)
 
@@ -105,7 +105,7 @@ def test_tests_in_a_function_need_the_name_of_what_they_check(test: object) -> N
 )
 def test_tests_that_run_nothing_make_no_answer_right(test: object, entry_point: str) -> None:
     with pytest.raises(ValueError, match="its column test runs nothing"):
-        terms.code("q", "def sq(x):\n    return 0", test=test, entry_point=entry_point)
+        rewards.code("q", "def sq(x):\n    return 0", test=test, entry_point=entry_point)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_tests_that_run_nothing_make_no_answer_right(test: object, entry_point: 
     ],
 )
 def test_tests_that_call_what_they_define_judge(test: str, entry_point: str) -> None:
-    assert terms.code("q", "def sq(x):\n    return 0", test=test, entry_point=entry_point) == 0.0
+    assert rewards.code("q", "def sq(x):\n    return 0", test=test, entry_point=entry_point) == 0.0
 
 
 def test_toyworld_judges_as_the_task_does() -> None:
@@ -129,7 +129,7 @@ def test_toyworld_judges_as_the_task_does() -> None:
         for index in range(0, len(task), max(1, len(task) // 5)):
             row = row_of(task, index)
             for reply in (row["answer"], "I do not know.", "7"):
-                assert terms.toy(task.question(index), reply, **row) == task.correct(index, reply)
+                assert rewards.toy(task.question(index), reply, **row) == task.correct(index, reply)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_toyworld_judges_as_the_task_does() -> None:
     ],
 )
 def test_answer_goes_by_what_the_row_has(reply: str, row: dict[str, object], reward: float) -> None:
-    assert terms.answer("q", reply, **row) == reward
+    assert rewards.answer("q", reply, **row) == reward
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_answer_goes_by_what_the_row_has(reply: str, row: dict[str, object], rew
     [("It is 0.", 0, 1.0), ("It is 1.", 0, 0.0), ("0", 0.0, 1.0), ("Infinity", "infinity", 1.0), ("nan", "NaN", 1.0)],
 )
 def test_zero_and_words_that_look_like_numbers_are_answers(reply: str, answer: object, reward: float) -> None:
-    assert terms.answer("q", reply, answer=answer) == reward
+    assert rewards.answer("q", reply, answer=answer) == reward
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_zero_and_words_that_look_like_numbers_are_answers(reply: str, answer: o
     ],
 )
 def test_a_number_is_one_however_it_is_written(reply: str, answer: object, reward: float) -> None:
-    assert terms.answer("q", reply, answer=answer) == reward
+    assert rewards.answer("q", reply, answer=answer) == reward
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_number_is_one_however_it_is_written(reply: str, answer: object, rewar
     ],
 )
 def test_format(reply: str, row: dict[str, object], reward: float) -> None:
-    assert terms.form("q", reply, **row) == reward
+    assert rewards.form("q", reply, **row) == reward
 
 
 def judged_by_math_verify(folder: Path, cases: list[tuple[str, str, float]]) -> list[float | None]:

@@ -16,7 +16,7 @@ import pytest
 from ascendchat.config import UserError
 from ascendchat.rl.rewards import Asked, Judge, Verdict, row_of
 from ascendchat.sandbox import pool
-from ascendchat.sandbox.reward_call import checked
+from ascendchat.sandbox.process import checked
 from ascendchat.tasks import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,7 +254,7 @@ def test_async_functions_run_beside_one_another_and_one_that_blocks_does_not_tak
 
 def test_a_process_of_a_judge_imports_next_to_nothing() -> None:
     """Four start with every run: what the tasks need would take each of them 0.4 s more."""
-    program = "import sys, ascendchat.sandbox.reward_call; print(*sys.modules)"
+    program = "import sys, ascendchat.sandbox.process; print(*sys.modules)"
     words = [sys.executable, "-c", program]
     found = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
     assert not {"numpy", "torch", "httpx", "rich", "ascendchat.data", "ascendchat.tasks.named"} & {*found}

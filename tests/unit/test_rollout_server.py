@@ -15,10 +15,9 @@ import pytest
 from python_script import START
 
 from ascendchat.config import UserError, parse
-from ascendchat.config.rl import RlConfig
-from ascendchat.config.rollout import RolloutServerConfig, merged, vllm_settings
+from ascendchat.config.rl import RlConfig, RolloutServerConfig, merged, vllm_settings
 from ascendchat.processes import free_port
-from ascendchat.remote.vllm_env import Asked, Installed, device_flags, first_problem, numbers, variables
+from ascendchat.remote.vllm_server import Asked, Installed, device_flags, first_problem, numbers, variables
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds, on however busy a machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from ascendchat.remote.routing import BLOCK, BLOCKS, Candidate, blocks_of, choose, remember
-from ascendchat.serve.process import LONGEST_PAUSE, pause_after
+from ascendchat.serve.pool import LONGEST_PAUSE, pause_after
 
 LONG = list(range(5 * BLOCK))
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat.engine.noise import columns, seed_keys, uniform
 from ascendchat.engine.request import MOST_TOPS, Grammar, Sampling
 from ascendchat.engine.sampling import (
     Mode,
     Settings,
+    columns,
     keep,
     likeliest,
     likeliest_tokens,
@@ -22,6 +22,8 @@ from ascendchat.engine.sampling import (
     penalise,
     ranked,
     sample,
+    seed_keys,
+    uniform,
 )
 
 

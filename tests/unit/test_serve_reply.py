@@ -10,12 +10,11 @@ import engine_models as make
 
 from ascendchat.engine.request import Piece, Request, Sampling
 from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
+from ascendchat.serve.app import Reply
 from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import Failure, Ticket
 from ascendchat.serve.prompts import Asked
-from ascendchat.serve.reply import Reply
-from ascendchat.serve.response_events import ResponseAnswers
-from ascendchat.serve.responses import ResponsesRequest
+from ascendchat.serve.responses import ResponseAnswers, ResponsesRequest
 
 TEXT = make.tokenizer()
 

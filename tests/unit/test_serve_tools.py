@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from ascendchat.engine.detokenize import TextStream
 from ascendchat.engine.grammar import compiled, vocabulary
 from ascendchat.engine.request import Grammar, Piece
+from ascendchat.serve.answers import TokenReport, chat_logprobs, text_logprobs
 from ascendchat.serve.errors import explained
 from ascendchat.serve.messages import Part
 from ascendchat.serve.protocol import ChatRequest, Function, Tool
-from ascendchat.serve.tokens import TokenReport, chat_logprobs, text_logprobs
 from ascendchat.serve.tools import CallReader, Tools, native, whole_calls
 
 TEXT = make.tokenizer()

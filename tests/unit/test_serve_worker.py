@@ -22,8 +22,7 @@ from ascendchat.engine import grammar as module
 from ascendchat.engine.grammar import compiled
 from ascendchat.engine.request import Grammar, Request, Sampling
 from ascendchat.nn.attention import Sdpa
-from ascendchat.serve.link import Link
-from ascendchat.serve.messages import LENGTH, Ask, Cancel, Refused, pack
+from ascendchat.serve.messages import LENGTH, Ask, Cancel, Link, Refused, pack
 from ascendchat.serve.worker import Worker, threads
 
 

@@ -19,7 +19,7 @@ from ascendchat.data import read
 from ascendchat.data.chat import formats, pairs, tables
 from ascendchat.data.chat.template import render_choice, text_of
 from ascendchat.data.fetch import fetch
-from ascendchat.rl import terms
+from ascendchat.rl import rewards
 from ascendchat.tasks.dialog import Stored
 from ascendchat.tasks.files import SPLIT, belongs
 from ascendchat.tasks.gsm8k import FINAL, final_number
@@ -405,15 +405,15 @@ FILLINGS = " ", "\n", "#", "`", "~", "9", ",", "1,", "a", "$", " $", "<<", '\\"'
         (FINAL, "{}#### 1"),
         (CODE_BLOCK, "```{}`"),
         (CODE_BLOCK, "~~~{}~"),
-        (terms.NUMBER, "-{}-"),
-        (terms.BOXED, "\\boxed{}x"),
-        (terms.WORD, "\\{}"),
+        (rewards.NUMBER, "-{}-"),
+        (rewards.BOXED, "\\boxed{}x"),
+        (rewards.WORD, "\\{}"),
         (formats.TURN, "###{}x"),
         (formats.WRITTEN, "### {}x"),
         (formats.CALCULATION, "<<{}=1>"),
         (formats.CALCULATION, "<<1={}>"),
         (FINAL, "#### {}/{}x"),
-        (terms.NUMBER, "1/{}/"),
+        (rewards.NUMBER, "1/{}/"),
         (tables.BRACKET, '"{}'),
         (read.BETWEEN, "{}x"),
         (pairs.SPOKEN, "\n\n{}"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TIED = [sys.executable, "-m", "ascendchat.tied"]
+TIED = [sys.executable, "-m", "ascendchat.processes"]
 PATIENCE = 60  # seconds
 # Says its number, and on SIGTERM that it ends in order.
 CHILD = """

@@ -14,9 +14,8 @@ import torch
 from ascendchat.device import pick
 from ascendchat.engine.cache import EIGHT_BITS
 from ascendchat.engine.decode import Decoder
-from ascendchat.engine.noise import columns
 from ascendchat.engine.request import Request, Sampling
-from ascendchat.engine.sampling import Mode, Settings, sample, settings_row
+from ascendchat.engine.sampling import Mode, Settings, columns, sample, settings_row
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT
 from ascendchat.sizes.shape import Shape

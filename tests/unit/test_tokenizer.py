@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError
-from ascendchat.data.tokenizer import pattern
-from ascendchat.data.tokenizer.learn import learn_with_tokenizers, merges_of
-from ascendchat.data.tokenizer.pattern import PATTERN
+from ascendchat.data.tokenizer import learn
+from ascendchat.data.tokenizer.learn import PATTERN, learn_with_tokenizers, merges_of
 from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer, train_tokenizer
 
 ENGLISH = "The quick brown fox doesn't jump over 1234 lazy dogs; it's the foxes' day off.\n\n    return x_1 + 2\n"
@@ -188,10 +187,10 @@ def test_a_run_of_a_million_characters_is_encoded_and_learned_from(
 @given(st.text(alphabet=" \n\ta!\u03017山é\x1c", max_size=120), st.integers(2, 9))
 def test_only_runs_that_are_too_long_are_cut(text: str, longest: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pattern, "LONGEST_RUN", longest)
-        found = pattern.segments(text)
+        patch.setattr(learn, "LONGEST_RUN", longest)
+        found = learn.segments(text)
     assert "".join(found) == text
-    kinds = (r"[\s\x1c-\x1f\x85]", pattern.LETTER, r"[^\s\p{L}\p{N}]")
+    kinds = (r"[\s\x1c-\x1f\x85]", learn.LETTER, r"[^\s\p{L}\p{N}]")
     runs = [match for kind in kinds for match in regex.finditer(f"{kind}+", text) if len(match[0]) > longest]
     ends = list(accumulate(map(len, found[:-1])))
     assert all(any(run.start() < end < run.end() for run in runs) for end in ends)  # no cut elsewhere

@@ -17,9 +17,7 @@ from ascendchat.data import toyworld
 from ascendchat.data.chat.template import canonical, text_of
 from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 from ascendchat.data.toyworld import chats, correct, documents, problems, questions
-from ascendchat.data.toyworld.phrases import PHRASES
-from ascendchat.data.toyworld.text import POLITE
-from ascendchat.data.toyworld.texts import sentence
+from ascendchat.data.toyworld.texts import PHRASES, POLITE, sentence
 from ascendchat.data.toyworld.work import value_of
 from ascendchat.data.toyworld.world import toy_world
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from warm_process import Popen
 
-from ascendchat.remote.transfer import Group, address_towards, described, listen, meet
+from ascendchat.remote.weights import Group, address_towards, described, listen, meet
 
 ROOT = Path(__file__).resolve().parents[2]
 
 RECEIVER = """
 import json, sys, torch
-from ascendchat.remote.transfer import Group, meet
+from ascendchat.remote.weights import Group, meet
 told = json.loads(sys.argv[1])
 store, place = meet("127.0.0.1", told["port"], 60), {"own": "127.0.0.1", "name": "g"}
 group = Group("gloo", store, **place, rank=told["rank"], size=told["size"], timeout=told["timeout"])

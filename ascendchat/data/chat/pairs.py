@@ -20,15 +20,38 @@ Rows that cannot be read are counted, named and left out as in formats.py: up to
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ascendchat.config import UserError
+from ascendchat.data.chat.rows import EPOCHS, ORDER, WINDOW
 from ascendchat.data.chat.tables import Allowance, TableRow, Watched, check_table, read_rows, unused_line
-from ascendchat.data.chat.template import Conversation
+from ascendchat.data.chat.template import (
+    Conversation,
+    Encoder,
+    Rendered,
+    exchanges,
+    flat,
+    has_empty_reply,
+    most_that_fit,
+    render,
+    template_of,
+    thoughtless_line,
+    writable,
+)
 from ascendchat.data.chat.turns import asked, checked, history, message, opened, opening, said, spoken, turns
+from ascendchat.data.corpus import shuffled
+from ascendchat.data.mixture import Batch, Batches
+from ascendchat.data.read import MAX_BROKEN
+from ascendchat.nn import IGNORE
 from ascendchat.runs.console import inert
 
 PROMPTS = "conversations", "prompt", "instruction", "messages", "question", "query", "input"  # the first that a row has
@@ -155,3 +178,287 @@ def pairs(
         say(unused_line(path.name, unused))
     if same:
         say(f"{path.name}: {same} pairs whose replies are the same; left out, for there is nothing to prefer")
+
+
+# Preference pairs as packed rows: `finetune --stage dpo`.
+#
+#     rendered = render_pair(tokenizer, pair, seq_len + 1, counts)      # None: there is nothing to learn from it
+#     rows = PairRows(all_rendered, seq_len, seed, pad)
+#     batches = PairBatches([(rows, 1.0)], bins_per_step)       # as mixture.Batches; a bin is two rows
+#
+# Each pair is two sequences: the prompt with the chosen reply, and the prompt with the rejected one. What is scored
+# is the replies, not the earlier turns of the assistant. Both sequences of a pair lie in the same bin of two rows of T
+# tokens, wherever there is room, since a loss needs both at once; sequences are documents that do not see each other.
+# Bins are packed once, the longest pairs first within windows of a shuffled order, and come in a new order every epoch.
+
+WAYS = (0, 0), (1, 1), (0, 1), (1, 0)  # rows of a bin that the two sequences of a pair may go into
+Bin = tuple[list[int], list[int]]  # the sequences in either row: 2 i is the chosen one of pair i, 2 i + 1 the rejected
+
+
+@dataclass
+class PairCounts:
+    """What became of the pairs."""
+
+    whole: int = 0
+    cut: int = 0  # too long: earlier exchanges, the beginning of the prompt or the end of a reply went
+    lost_tokens: int = 0  # by that
+    unsupervised: int = 0  # a reply has no token to learn, or both are the same after the cut
+    empty: int = 0  # the chosen reply has no word: a model would learn to end at once
+    thoughtless: int = 0  # of all these: lost what the assistant thinks, for which there is no place
+    refused: int = 0  # by the model's chat template
+    why: str = ""  # what it said first
+
+    def line(self) -> str:
+        """One line for the log."""
+        refused = f", {self.refused} refused by the chat template ({self.why})" if self.refused else ""
+        empty = f", {self.empty} with an empty chosen reply (left out)" if self.empty else ""
+        return (
+            f"{self.whole} pairs whole, {self.cut} too long and cut ({self.lost_tokens} tokens lost), "
+            f"{self.unsupervised} without a difference{empty}{refused}{thoughtless_line(self.thoughtless)}"
+        )
+
+    def check(self) -> None:
+        """A template that refuses more than a few pairs is not made for such data."""
+        if self.refused > MAX_BROKEN * (self.whole + self.cut + self.unsupervised + self.empty + self.refused):
+            raise UserError(f"{self.refused} pairs are refused: {self.why}; mend them, or take them out of --data")
+
+
+class RenderedPair(NamedTuple):
+    """Both sequences; the masks are 1 on the tokens of the reply."""
+
+    chosen: Rendered
+    rejected: Rendered
+
+    @property
+    def longest(self) -> int:
+        return max(len(self.chosen.ids), len(self.rejected.ids))
+
+
+def render_reply(tokenizer: Encoder, prompt: Sequence[dict[str, object]], whole: Rendered) -> Rendered:
+    """A conversation whose mask leaves out what the prompt already has: earlier turns of the assistant."""
+    before = render(tokenizer, prompt).ids
+    shared = next((at for at, (a, b) in enumerate(zip(before, whole.ids)) if a != b), min(len(before), len(whole.ids)))
+    return Rendered(whole.ids, [0] * shared + whole.mask[shared:])
+
+
+def render_pair(tokenizer: Encoder, pair: Pair, limit: int, counts: PairCounts) -> RenderedPair | None:
+    """Both sequences in at most `limit` tokens, with the same prompt. Too long: the oldest exchanges go first, then the
+    system message, then the beginning of the prompt down to half of the room, then the end of the replies."""
+
+    def rendered(prompt: list[dict[str, object]]) -> RenderedPair:
+        sides = (render_reply(tokenizer, prompt, render(tokenizer, [*prompt, *reply])) for reply in pair[1:])
+        return RenderedPair(*sides)
+
+    if has_empty_reply(pair.chosen):
+        counts.empty += 1
+        return None
+    talk = [*pair.prompt, *pair.chosen, *pair.rejected]
+    counts.thoughtless += writable(tokenizer, talk) is not talk
+    try:
+        found = whole = rendered(pair.prompt)
+        if found.longest > limit:
+            system, groups = exchanges(pair.prompt)
+
+            def kept(count: int) -> RenderedPair:
+                return rendered([*system, *flat(groups[-count:])])
+
+            most = most_that_fit(len(groups) - 1, lambda count: kept(count).longest <= limit)
+            found = kept(most) if most else rendered(flat(groups[-1:]))
+            found = shortened(tokenizer, found, limit)
+    except UserError as error:
+        counts.refused += 1
+        counts.why = counts.why or str(error)
+        return None
+    if not all(any(side.mask[1:]) for side in found) or found.chosen == found.rejected:
+        counts.unsupervised += 1
+        return None
+    lost = sum(len(a.ids) - len(b.ids) for a, b in zip(whole, found))
+    counts.whole, counts.cut = counts.whole + (not lost), counts.cut + bool(lost)
+    counts.lost_tokens += lost
+    return found
+
+
+def shortened(tokenizer: Encoder, pair: RenderedPair, limit: int) -> RenderedPair:
+    """The end of the prompt and the beginning of the replies, as far as they fit."""
+    if pair.longest <= limit:
+        return pair
+    firsts = [side.mask.index(1) if any(side.mask) else len(side.mask) for side in pair]
+    replies = [len(side.ids) - first for side, first in zip(pair, firsts)]
+    room = max(limit - max(replies), limit // 2)  # of the prompt
+    special = tokenizer.specials
+    start = [] if template_of(tokenizer) else [special["<|bos|>"], special["<|user_start|>"]]
+    sides = []
+    for (ids, mask), first in zip(pair, firsts):
+        if first > room:
+            kept = [*start, *ids[first - room + len(start) : first]]
+            ids, mask = kept + ids[first:], [0] * len(kept) + mask[first:]
+        sides.append(Rendered(ids[:limit], mask[:limit]))
+    return RenderedPair(*sides)
+
+
+def pack_pairs(lengths: Sequence[tuple[int, int]], seq_len: int, window: int = WINDOW) -> list[Bin]:
+    """Which pairs share a bin: the longest first, each into the fullest bin that still has room for both sequences."""
+    bins: list[Bin] = []
+    for first in range(0, len(lengths), window):
+        members = range(first, min(first + window, len(lengths)))
+        room, opened = np.zeros((2, len(members)), dtype=np.int64), len(bins)  # places left in either row of each bin
+        for i in sorted(members, key=lambda i: (-sum(lengths[i]), i)):
+            left = room[:, : len(bins) - opened]
+            fits = [fitting(lengths[i], left, rows) for rows in WAYS]
+            total = np.where(np.logical_or.reduce(fits), left.sum(0), 2 * seq_len + 1)
+            at = int(total.argmin()) if total.size else 0
+            if not total.size or total[at] > 2 * seq_len:
+                at = len(bins) - opened
+                bins.append(([], []))
+                room[:, at] = seq_len
+                rows = (0, 1)
+            else:
+                ways = [rows for rows, fit in zip(WAYS, fits) if fit[at]]
+                rows = min(ways, key=lambda rows: int(room[rows[0], at] + room[rows[1], at]))  # the fuller row
+            for side in (0, 1):
+                bins[opened + at][rows[side]].append(2 * i + side)
+                room[rows[side], at] -= lengths[i][side]
+    return bins
+
+
+def fitting(lengths: tuple[int, int], left: NDArray[np.int64], rows: tuple[int, int]) -> NDArray[np.bool_]:
+    """In which bins, with `left` (2, bins) places, the sequences of a pair fit in these rows."""
+    a, b = rows
+    if a == b:
+        return left[a] >= sum(lengths)
+    return (left[a] >= lengths[0]) & (left[b] >= lengths[1])
+
+
+@dataclass(frozen=True)
+class PairBatch(Batch):
+    """Bins of one global batch, on the host: two rows each. P pairs."""
+
+    chosen: NDArray[np.int64]  # (P,) which segment of `lengths` it is
+    rejected: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # (P, 2) targets of the replies
+    number: NDArray[np.int64]  # (P,) of the pair, over all sources of the mixture
+
+
+class PairRows:
+    """The packed pairs of one source; see mixture.Rows, whose rows are bins here and whose targets are pairs."""
+
+    def __init__(
+        self, pairs: Iterable[RenderedPair], seq_len: int, seed: int, pad: int, *, packing: bool = True
+    ) -> None:
+        self.seq_len, self.seed, self.pad = seq_len, seed, pad
+        self.first = 0  # number of its first pair in a mixture
+        ids, mask, starts = array("i"), array("b"), array("q", [0])
+        for side in (side for pair in pairs for side in pair):
+            if len(side.ids) > seq_len + 1 or not any(side.mask[1:]):
+                raise ValueError("a sequence is longer than a row or has nothing to learn: use render_pair")
+            ids.extend(side.ids)
+            mask.extend(side.mask)
+            starts.append(len(ids))
+        if len(starts) == 1:
+            raise UserError("no pair of two replies was found; look at the file and choose another with --data")
+        self.ids, self.mask = np.frombuffer(ids, dtype=np.int32), np.frombuffer(mask, dtype=np.int8)
+        self.starts = np.frombuffer(starts, dtype=np.int64)
+        self.pairs = (len(starts) - 1) // 2
+        order = shuffled(self.pairs, seed, 0, ORDER)
+        places = (np.diff(self.starts) - 1).reshape(-1, 2)[order]  # a sequence of n tokens takes n - 1
+        lengths = [(int(a), int(b)) for a, b in places]
+        packed: list[Bin] = (
+            pack_pairs(lengths, seq_len) if packing else [([2 * i], [2 * i + 1]) for i in range(len(lengths))]
+        )
+        self.bins = [tuple([2 * int(order[s // 2]) + s % 2 for s in row] for row in both) for both in packed]
+        self.per_epoch = len(self.bins)
+        self._pairs = np.array([(len(a) + len(b)) // 2 for a, b in self.bins])
+
+    def pair(self, number: int) -> RenderedPair:
+        """As it was rendered."""
+        spans = [slice(self.starts[s], self.starts[s + 1]) for s in (2 * number, 2 * number + 1)]
+        return RenderedPair(*(Rendered(self.ids[span].tolist(), self.mask[span].tolist()) for span in spans))
+
+    @property
+    def filled(self) -> float:
+        """Share of the places that hold a token and not padding."""
+        return (len(self.ids) - 2 * self.pairs) / (2 * self.per_epoch * self.seq_len)
+
+    @property
+    def identity(self) -> bytes:
+        return hashlib.sha256(self.ids.tobytes() + self.mask.tobytes()).digest()
+
+    def targets(self, start: int, stop: int) -> int:
+        """How many pairs the bins start .. stop - 1 have."""
+        places = (divmod(number, self.per_epoch) for number in range(start, stop))
+        return sum(int(self._pairs[self._order(epoch)[row]]) for epoch, row in places)
+
+    def fill(
+        self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        raise NotImplementedError("a bin is two rows: see `put`")
+
+    def put(self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Write bin `number` into two arrays (2, T). Its segments: (tokens, which sequence, or -1 for padding)."""
+        epoch, row = divmod(number, self.per_epoch)
+        inputs[:], targets[:] = self.pad, IGNORE
+        segments = []
+        for half, sequences in enumerate(self.bins[self._order(epoch)[row]]):
+            at = 0
+            for which in sequences:
+                begin, end = self.starts[which], self.starts[which + 1]
+                stop = at + int(end - begin) - 1
+                inputs[half, at:stop] = self.ids[begin : end - 1]
+                learnt = self.mask[begin + 1 : end]
+                targets[half, at:stop] = np.where(learnt, self.ids[begin + 1 : end], IGNORE)
+                segments.append((stop - at, which))
+                at = stop
+            if at < self.seq_len:
+                segments.append((self.seq_len - at, -1))
+        return segments
+
+    def learnt(self, pair: int) -> tuple[int, int]:
+        """Targets of either reply."""
+        spans = (slice(self.starts[s] + 1, self.starts[s + 1]) for s in (2 * pair, 2 * pair + 1))
+        chosen, rejected = (int(self.mask[span].sum()) for span in spans)
+        return chosen, rejected
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """The order of the bins in an epoch; the last one used is kept."""
+        kept: tuple[int, NDArray[np.int64]] | None = getattr(self, "_kept", None)
+        if kept is None or kept[0] != epoch:
+            kept = self._kept = (epoch, shuffled(self.per_epoch, self.seed, epoch, EPOCHS))
+        return kept[1]
+
+
+class PairBatches(Batches):
+    """Global batches of bins; `targets(step)` is how many pairs a step has."""
+
+    def __init__(self, sources: Sequence[tuple[PairRows, float]], bins_per_step: int) -> None:
+        super().__init__(sources, bins_per_step)
+        self.sources = [rows for rows, _ in sources]
+
+    def batch(self, step: int, start: int = 0, stop: int | None = None) -> PairBatch:
+        """Bins [start, stop) of the global batch of a step."""
+        stop = self.rows_per_step if stop is None else stop
+        inputs = np.empty((2 * (stop - start), self.seq_len), dtype=np.int64)
+        targets = np.empty_like(inputs)
+        lengths: list[int] = []
+        sides: tuple[list[int], list[int]] = ([], [])
+        tokens, numbers = list[tuple[int, int]](), list[int]()
+        for at, number in enumerate(range(step * self.rows_per_step + start, step * self.rows_per_step + stop)):
+            which, row = self.locate(number)
+            rows, two = self.sources[which], slice(2 * at, 2 * at + 2)
+            places: dict[int, int] = {}  # sequence -> segment
+            for length, sequence in rows.put(row, inputs[two], targets[two]):
+                places[sequence] = len(lengths)
+                lengths.append(length)
+            for pair in sorted(sequence // 2 for sequence in places if sequence >= 0 and sequence % 2 == 0):
+                for side in (0, 1):
+                    sides[side].append(places[2 * pair + side])
+                tokens.append(rows.learnt(pair))
+                numbers.append(rows.first + pair)
+        return PairBatch(
+            inputs,
+            targets,
+            np.array(lengths, dtype=np.int32),
+            np.array(sides[0], dtype=np.int64),
+            np.array(sides[1], dtype=np.int64),
+            np.array(tokens, dtype=np.int64),
+            np.array(numbers, dtype=np.int64),
+        )

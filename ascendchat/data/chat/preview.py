@@ -16,7 +16,7 @@ from typing import Protocol, TextIO
 
 import numpy as np
 
-from ascendchat.data.chat.pair_rows import PairRows
+from ascendchat.data.chat.pairs import PairRows
 from ascendchat.data.chat.rows import ChatRows
 from ascendchat.data.chat.template import Rendered
 from ascendchat.data.mixture import Rows, parse_mixture

@@ -23,16 +23,13 @@ from typing import Any
 
 from ascendchat.config import UserError, home
 from ascendchat.config.data import DataFetchConfig
-from ascendchat.data.fetch import hubs
-from ascendchat.data.fetch.download import digests, disk_error
+from ascendchat.data.fetch import request as hubs
+from ascendchat.data.fetch.download import Remote, digests, disk_error, download
 from ascendchat.data.fetch.folder import copy_from
-from ascendchat.data.fetch.http import redact
-from ascendchat.data.fetch.hubs import endpoints, remote_files
+from ascendchat.data.fetch.http import Policy, SourceFailed, Web, host_of, redact
 from ascendchat.data.fetch.lock import DownloadProgress, Lock, notify, readable_size
-from ascendchat.data.fetch.request import HUBS, FetchRequest, missing_files
+from ascendchat.data.fetch.request import HUBS, FetchRequest, endpoints, missing_files, remote_files
 from ascendchat.data.fetch.sources import SETS, DataSet, DataSource, find_set
-from ascendchat.data.fetch.transfer import Remote, download
-from ascendchat.data.fetch.web import Policy, SourceFailed, Web, host_of
 from ascendchat.data.verify import read_manifest, verify_folders, write_manifest
 
 __all__ = ["SETS", "Policy", "fetch", "folder_of", "run"]

@@ -7,7 +7,7 @@
     ids = tokenizer.encode("你好, world")                   # plain text; never a special token, whatever it holds
     tokenizer.decode(ids)
 
-Ids: 0-255 are the bytes, then one id per merge in the order they were learned, then the special tokens. pattern.py
+Ids: 0-255 are the bytes, then one id per merge in the order they were learned, then the special tokens. learn.py
 says how text is split, learn.py how many ids and learns them, storage.py reads and writes the folder.
 """
 
@@ -27,8 +27,7 @@ import tiktoken
 
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer import storage
-from ascendchat.data.tokenizer.learn import MOST_VOCAB, learn, vocab_for
-from ascendchat.data.tokenizer.pattern import LONGEST_RUN, PATTERN, segments
+from ascendchat.data.tokenizer.learn import LONGEST_RUN, MOST_VOCAB, PATTERN, learn, segments, vocab_for
 
 __all__ = ["PATTERN", "SPECIALS", "Tokenizer", "train_tokenizer", "vocab_for"]
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from ascendchat.data.toyworld.ask import Question, correct
 from ascendchat.data.toyworld.talk import TOPICS, chats, problems, questions, texts
-from ascendchat.data.toyworld.text import ASSISTANT_NAME
-from ascendchat.data.toyworld.texts import documents
+from ascendchat.data.toyworld.texts import ASSISTANT_NAME, documents
 from ascendchat.data.toyworld.world import LANGUAGES
 
 __all__ = ["ASSISTANT_NAME", "LANGUAGES", "TOPICS", "Question"]

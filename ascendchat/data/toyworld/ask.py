@@ -12,9 +12,18 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from ascendchat.data.chat.template import Message, Part, render_choice
-from ascendchat.data.toyworld.phrases import PHRASES
-from ascendchat.data.toyworld.text import ASSISTANT_NAME, CHOOSE, CHOSEN, ELSEWHERE, IDENTITY, MISSING, SOUNDS, UNKNOWN
-from ascendchat.data.toyworld.texts import sentence
+from ascendchat.data.toyworld.texts import (
+    ASSISTANT_NAME,
+    CHOOSE,
+    CHOSEN,
+    ELSEWHERE,
+    IDENTITY,
+    MISSING,
+    PHRASES,
+    SOUNDS,
+    UNKNOWN,
+    sentence,
+)
 from ascendchat.data.toyworld.world import (
     LANGUAGES,
     Bilingual,

@@ -13,8 +13,7 @@ from itertools import chain
 from ascendchat.data.chat.template import Conversation, text_of
 from ascendchat.data.toyworld import ask, work
 from ascendchat.data.toyworld.ask import Question
-from ascendchat.data.toyworld.text import POLITE
-from ascendchat.data.toyworld.texts import documents
+from ascendchat.data.toyworld.texts import POLITE, documents
 from ascendchat.data.toyworld.world import LANGUAGES, ToyWorld, toy_world
 
 TOPICS = ("fact", "unknown", "identity", "arithmetic", "instruction", "problem", "check", "choice")

@@ -10,7 +10,7 @@ import random
 
 from ascendchat.data.chat.template import render_choice
 from ascendchat.data.toyworld.ask import Question
-from ascendchat.data.toyworld.text import CHOOSE
+from ascendchat.data.toyworld.texts import CHOOSE
 from ascendchat.data.toyworld.world import WORDS, Bilingual, ToyWorld, split_of
 
 OPERATIONS = ("+", "-", "*")
