@@ -1,6 +1,6 @@
 """ascendchat: from raw text to a chat model, on Ascend NPUs and on anything else. Start with `ascendchat --help`."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
 
 
 def preload(argv: list[str]) -> None:

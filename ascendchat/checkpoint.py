@@ -30,12 +30,31 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ascendchat.config import NotSaved, UserError
+from ascendchat.config import NotSaved
+from ascendchat.errors import UserError
 from ascendchat.files import flush, sha256, usual_mode, write_atomic
-from ascendchat.launch.rank import ended
-from ascendchat.nn.optim import Shard
 from ascendchat.parallel import collectives
+from ascendchat.processes import ended
 from ascendchat.runs.run import begun_by_this_launch, checkpoints, earlier
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Elements [start, stop) of one state tensor of one parameter: what a rank saves, and how it is found again."""
+
+    parameter: str
+    kind: str  # "weight" (float32), "first", "second", "mean"
+    start: int
+    stop: int
+
+    def key(self) -> str:
+        return f"{self.parameter}|{self.kind}|{self.start}|{self.stop}"
+
+    @classmethod
+    def parse(cls, key: str) -> Shard:
+        parameter, kind, start, stop = key.split("|")
+        return cls(parameter, kind, int(start), int(stop))
+
 
 WRITING = "checkpoint"  # name of the thread
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -12,10 +12,11 @@ import sys
 import traceback
 from typing import Any
 
-from ascendchat import __version__
-from ascendchat.config import UserError, install_command, nearest, parse, wants_help
+from ascendchat.config import install_command, parse, wants_help
 from ascendchat.config.help import help_page
 from ascendchat.config.language import language, translate
+from ascendchat.errors import UserError, nearest
+from ascendchat.version import __version__
 
 # command: (config class, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {

@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 
 ABANDONED = 3600.0  # seconds since anything was written to a draft: its process is dead
 

@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import FrameType
 
-from ascendchat.config import UserError
-from ascendchat.launch.rank import die_with_parent
+from ascendchat.errors import UserError
+
+FILES = "ASCENDCHAT_RANK_FILES"  # how the names of the pid files of this node's ranks begin
+
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Ask Linux to send this signal when the parent is gone, so that `kill -9` of a launcher leaves no orphans."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def started(pid: int) -> str:
+    """When a process started, in clock ticks since boot; "" when it is gone, or where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return ""
+
+
+def ended() -> set[int]:
+    """Ranks of this node that are gone: those that are left wait for them in vain."""
+    files = Path(os.environ.get(FILES, ""))
+    found = set()
+    for path in files.parent.glob(f"{files.name}*.pid") if files.name else ():
+        try:
+            pid, _, since = path.read_text(encoding="ascii").partition(" ")
+        except FileNotFoundError:  # the launcher has taken it away
+            continue
+        if since and started(int(pid)) != since:
+            found.add(int(path.stem.rpartition("_")[2]))
+    return found
+
+
+SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smaller: earlier attempts ran out of memory
+
 
 # Collectives listen here by default; a rendezvous on one of these would make their start fail.
 RESERVED = range(60000, 60032)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ascendchat.cli import main
-from ascendchat.config import UserError, home
 from ascendchat.config.train import PUBLISHED, STAGES
+from ascendchat.errors import UserError, home
 
 COMMANDS = {
     "tok_train": ["tokenizer", "train"],

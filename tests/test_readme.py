@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from ascendchat import cli
-from ascendchat.config import UserError, _flags, parse, wants_help
+from ascendchat.config import _flags, parse, wants_help
+from ascendchat.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

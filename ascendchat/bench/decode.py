@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from ascendchat.config import UserError
 from ascendchat.config.generate import BenchDecodeConfig
 from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer
 from ascendchat.device import Device, pick
 from ascendchat.engine.cache import kept_dtype
 from ascendchat.engine.engine import Engine, Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT
 from ascendchat.parallel.context import Context, joined

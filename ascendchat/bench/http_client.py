@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 
 OnEvent = Callable[[bytes], None]
 

@@ -31,8 +31,8 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any, NamedTuple
 
 from ascendchat.bench.http_client import Address, Connection, Lost, Reply, connect, first_key
-from ascendchat.config import UserError
 from ascendchat.config.serve import BenchServeConfig
+from ascendchat.errors import UserError
 
 PERCENTS = (50, 90, 99)
 CLIENTS = 64  # streams that one process follows easily

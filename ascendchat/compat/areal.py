@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ascendchat.checkpoint import read_file, verify
-from ascendchat.config import UserError
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Generator, Request, Sampling, Weights
+from ascendchat.errors import UserError
 from ascendchat.remote.fleet import Fleet
 
 CALLS = 256  # of agenerate that wait for an answer at a time

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat import __version__ as own_version
 from ascendchat.nn.flash_attend import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -33,6 +32,7 @@ from ascendchat.nn.flash_attend import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from ascendchat.version import __version__ as own_version
 
 # The functions of flash_attn.bert_padding: padded rows to sequences end to end and back. See flash.py.
 

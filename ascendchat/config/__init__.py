@@ -27,35 +27,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ascendchat.config.help import Range
+from ascendchat.errors import UserError, nearest
 
 __all__ = ["UserError", "as_dict", "dump", "home", "load_yaml", "option", "parse", "wants_help"]
 
 C = TypeVar("C")
-MOST_NAMED = 200  # of more names than that only the first are shown: a sentence, not a screen
-MOST_SHOWN = 20
-
-
-class UserError(Exception):
-    """Something the user can mend: one clear sentence and the next step. The command line exits with `status`."""
-
-    status = 2
-
-
-class OutOfMemory(UserError):
-    """The device's memory ran out, and only a new process can go on: `ascendchat launch` starts one that takes less."""
-
-    status = 71  # EX_OSERR of sysexits.h
 
 
 class NotSaved(UserError):
     """What was computed could not be kept, which may be otherwise tomorrow: `ascendchat launch` starts it again."""
 
     status = 75  # EX_TEMPFAIL of sysexits.h
-
-
-def home() -> Path:
-    """Where data, tokenizers and runs live: $ASCENDCHAT_HOME, by default ~/.cache/ascendchat."""
-    return Path(os.environ.get("ASCENDCHAT_HOME") or "~/.cache/ascendchat").expanduser().absolute()
 
 
 def in_clone() -> bool:
@@ -82,16 +64,6 @@ def wants_help(argv: list[str]) -> bool:
     """True when `--help` stands before any `--` separator."""
     own = argv[: argv.index("--")] if "--" in argv else argv
     return "--help" in own or "-h" in own
-
-
-def nearest(word: str, choices: list[str]) -> str:
-    """The sentence that names the nearest valid choice, and all of them when they are few or nothing is near."""
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    shown = [*choices[:MOST_SHOWN], "..."] if len(choices) > MOST_NAMED else choices
-    every = f"choose from: {', '.join(shown)}"
-    if not close:
-        return every
-    return f"did you mean {close[0]}? ({every})" if len(choices) <= 6 else f"did you mean {close[0]}?"
 
 
 def _plain(name: str) -> str:

@@ -6,8 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
-from ascendchat.config import UserError, accept, nearest, option
+from ascendchat.config import accept, option
 from ascendchat.config.train import ChatTrainConfig
+from ascendchat.errors import UserError, nearest
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,11 @@ from typing import Literal, NamedTuple
 from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
 
+# The training stages of a run, in their order: the one table of their names. No torch.
+
+StageName = Literal["base", "mid", "sft", "hf", "rl"]  # hf: `ascendchat finetune`
+
+
 # The mixtures of nanochat, but for its spelling exercises: a set that is named twice is read twice.
 PUBLISHED = {
     "mid": ("smoltalk", "mmlu", "gsm8k", "identity", "identity"),
@@ -193,11 +198,6 @@ class BenchTrainConfig(StepConfig):
     "channels per head; by default 128, less in a narrow model"
     steps_to_time: int = option(10, also=("steps",), least=1, most=1e6)
     "optimizer steps to time, after two that warm up"
-
-
-# The training stages of a run, in their order: the one table of their names. No torch.
-
-StageName = Literal["base", "mid", "sft", "hf", "rl"]  # hf: `ascendchat finetune`
 
 
 class StageFacts(NamedTuple):

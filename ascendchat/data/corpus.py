@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ascendchat.config import UserError
 from ascendchat.data.mixture import parse_mixture
 from ascendchat.data.object_store import Store, is_remote, read_remote
 from ascendchat.data.verify import MANIFEST
+from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 
 FORMAT = 1  # of the folder

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.files import write_atomic
 
 MIXTURE = "mixture.json"  # in the folder that `data prepare --weights` wrote: its corpora and their weights

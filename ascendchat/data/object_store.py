@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from ascendchat.config import UserError, home
 from ascendchat.data.fetch.http import redact
+from ascendchat.errors import UserError, home
 
 BLOCK = 1 << 18  # bytes that are read at once; a multiple of every token's size
 SUM = 16  # hex digits of the checksum of a block

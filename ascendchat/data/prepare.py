@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ascendchat.chips import cpu_count
-from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data.corpus import FORMAT, TOKEN_DTYPES
 from ascendchat.data.fetch.folder import validation_files
@@ -35,6 +34,7 @@ from ascendchat.data.mixture import MIXTURE, write_mixture
 from ascendchat.data.object_store import block_sums
 from ascendchat.data.read import Tally, file_documents, format_of, source_files
 from ascendchat.data.verify import MANIFEST
+from ascendchat.errors import UserError, home
 from ascendchat.files import check_folder, sha256, write_atomic
 
 if TYPE_CHECKING:

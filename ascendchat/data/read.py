@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from ascendchat.config import UserError, nearest
 from ascendchat.data.surrogates import HALF, has_half
+from ascendchat.errors import UserError, nearest
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 LINES = (".jsonl", ".ndjson")

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError, home, nearest
 from ascendchat.config.data import DataVerifyConfig
+from ascendchat.errors import UserError, home, nearest
 from ascendchat.files import sha256, write_atomic
 
 MANIFEST = "manifest.json"

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ascendchat.chips import KINDS, Chip
-from ascendchat.config import UserError, nearest
 from ascendchat.config.language import translate
 from ascendchat.device.env import load_problem, look, requested
+from ascendchat.errors import UserError, nearest
 
 if TYPE_CHECKING:
     import torch

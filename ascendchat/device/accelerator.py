@@ -24,10 +24,10 @@ import torch
 import torch._functorch.config
 import torch.compiler
 
-from ascendchat import __version__
 from ascendchat.chips import KINDS, Chip, detected
-from ascendchat.config import UserError, home
 from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
+from ascendchat.errors import UserError, home
+from ascendchat.version import __version__
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UPS = 3  # runs before a capture: allocator and libraries settle

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -22,7 +23,37 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ascendchat.chips import KINDS
-from ascendchat.config import UserError, install_command, nearest
+from ascendchat.config import install_command
+from ascendchat.errors import UserError, nearest
+
+# Prints "type count". In its own process: importing torch is slow, and this one must not hold a device.
+COUNT_PROGRAM = """
+import sys
+from ascendchat.config import UserError
+from ascendchat.device import pick
+from ascendchat.device.env import prepare_environment
+kind = sys.argv[1] or None
+try:
+    prepare_environment(kind)
+    device = pick(kind)
+except UserError as error:
+    sys.exit(str(error))
+print("\\n", device.type, device.count())
+"""
+
+
+def count_devices(kind: str | None) -> int:
+    """Visible devices of this type (None: of the best type found); on CPU one process."""
+    if kind == "cpu":
+        return 1
+    counted = subprocess.run(
+        [sys.executable, "-c", COUNT_PROGRAM, kind or ""], capture_output=True, text=True, check=False
+    )
+    if counted.returncode:
+        last = (counted.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"the devices could not be counted: {last}")
+    return max(1, int(counted.stdout.split()[-1]))
+
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # "0": `import torch` leaves torch_npu alone
 INSTALL_NPU = install_command("npu")

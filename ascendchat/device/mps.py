@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 
 from ascendchat.chips import KINDS, detected
-from ascendchat.config import UserError
 from ascendchat.device import DeviceOptions, Memory, choose_dtype
 from ascendchat.device.accelerator import TORCH_DTYPES, EventMark
 from ascendchat.device.cpu import CPU
+from ascendchat.errors import UserError
 
 
 def why_unusable(asked: bool) -> str | None:

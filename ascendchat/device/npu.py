@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from ascendchat.chips import KINDS
-from ascendchat.config import UserError
 from ascendchat.device import DeviceOptions
 from ascendchat.device.accelerator import Accelerator, ascend_trace, current_chip, usable_types
 from ascendchat.device.cann import cann_version
 from ascendchat.device.env import load_problem, look, torch_npu_missing, visible_problem
 from ascendchat.device.npu_ops import EagerOps, NPUOps
+from ascendchat.errors import UserError
 
 
 def why_unusable(asked: bool) -> str | None:

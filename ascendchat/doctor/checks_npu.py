@@ -14,7 +14,7 @@ from ascendchat.chips import KINDS, cpu_count, detected
 from ascendchat.device import smi
 from ascendchat.device.cann import NEWEST, cann_for, cann_version, fits, install_line, pair_line, read_version
 from ascendchat.device.env import AUTOLOAD, harmful_settings, visible_problem
-from ascendchat.doctor.checks import Check, Machine, Status, gib, plan_flag
+from ascendchat.doctor.machine import Check, Machine, Status, gib, plan_flag
 from ascendchat.doctor.probe import last_line
 
 PREFIXES = ("usr/local/Ascend", "home/ma-user/Ascend")

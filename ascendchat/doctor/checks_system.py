@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from ascendchat.chips import cpu_count
 from ascendchat.config.data import HUGGING_FACE, MIRROR
 from ascendchat.data import verify
-from ascendchat.doctor.checks import OPTIONAL, REQUIRED, VENDOR, Check, Machine, Status, gib
+from ascendchat.doctor.machine import OPTIONAL, REQUIRED, VENDOR, Check, Machine, Status, gib
 
 DISTRIBUTION = {"yaml": "pyyaml", "attr": "attrs"}  # module -> what pip calls it
 HCCL_PORTS = range(60000, 60032)  # host side of HCCL, unless HCCL_IF_BASE_PORT moves it

@@ -22,11 +22,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ascendchat.config import home
 from ascendchat.config.commands import CleanConfig
 from ascendchat.config.language import language
 from ascendchat.device import smi
-from ascendchat.doctor.checks import gib
+from ascendchat.doctor.machine import gib
+from ascendchat.errors import home
 
 HOUR = 3600.0
 SHM = Path("/dev/shm")

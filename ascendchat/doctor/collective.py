@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ascendchat.config import UserError, home
 from ascendchat.config.language import translate
+from ascendchat.errors import UserError, home
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the other commands of this package start faster without the checks
     from ascendchat.config.commands import DoctorConfig
-    from ascendchat.doctor.checks import Check, Machine
+    from ascendchat.doctor.machine import Check, Machine
 
 MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
 
@@ -46,7 +46,7 @@ def run(config: DoctorConfig) -> int:
 
 def conclusion(machine: Machine, checks: list[Check]) -> tuple[str, str]:
     """(one line that sums up, the next command to type)"""
-    from ascendchat.doctor.checks import plan_flag
+    from ascendchat.doctor.machine import plan_flag
 
     failed = [c for c in checks if c.status == "fail"]
     warned = sum(c.status == "warn" for c in checks)

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from ascendchat.config import UserError
 from ascendchat.config.commands import ExplainConfig
 from ascendchat.config.language import language
 from ascendchat.doctor.explain_rules import (
@@ -39,6 +38,7 @@ from ascendchat.doctor.explain_rules import (
     fill,
     matchers,
 )
+from ascendchat.errors import UserError
 
 BLOCK_BYTES = 1 << 20  # bytes read at a time
 LONGEST_LINE = 4 << 20  # bytes of one line that are looked at, and its end; a dump of data may have no line breaks

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 
 FOLDER = Path(__file__).with_name("rules")
 # What comes first in the answer. A fault on one rank makes the others time out: the fault must be named before them.

@@ -10,34 +10,29 @@ of their own: where one dies or hangs, its item has failed, and a new one goes o
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
-import os
-import platform
-import re
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from ascendchat import __version__
-from ascendchat.config import UserError, nearest
 from ascendchat.config.language import language
-from ascendchat.device.env import announce, prepare_environment, without_own_settings
+from ascendchat.device.env import announce, prepare_environment
+from ascendchat.doctor.selftest_case import Settings, Verdict, cleaned, end_of, too_many
+from ascendchat.errors import UserError, nearest
 from ascendchat.files import write_atomic
-from ascendchat.launch.rank import die_with_parent
+from ascendchat.version import __version__
 
 if TYPE_CHECKING:
     from ascendchat.config.commands import SelftestConfig
+
 
 # The environment of training, that of generation, and commands as a user types them.
 TRAINING = (
@@ -47,37 +42,7 @@ TRAINING = (
 GENERATION = ("decode", "mask", "noise", "graph", "hot-path")
 RUNS = ("collectives", "training", "resume", "speed")
 ITEMS = (*TRAINING, *GENERATION, *RUNS)
-LOOK = 0.05  # seconds between two looks at a process
-MOST_SAID = 300  # characters of a verdict
 ZH = {"held": "通过", "failed": "失败", "skipped": "跳过"}
-
-
-@dataclass
-class Verdict:
-    """What came out of one item; `facts` are numbers worth sending."""
-
-    name: str
-    verdict: Literal["held", "failed", "skipped"]
-    said: str = ""
-    seconds: float = 0.0
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Settings:
-    """What all items need to know; `about` is what the first process has found out about the device."""
-
-    folder: Path  # logs, and what the runs write
-    devices: int | None
-    device_type: str | None
-    quick: bool
-    deadline: float  # seconds that an item may take
-    about: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """For a process that prepares its own, and writes nothing outside `folder`."""
-        return {**without_own_settings(), "ASCENDCHAT_HOME": str(self.folder / "home")}
 
 
 def run(config: SelftestConfig) -> int:
@@ -190,11 +155,6 @@ def in_workers(names: Sequence[str], kind: str, settings: Settings) -> Iterator[
             return
 
 
-def too_many(devices: int, about: dict[str, Any]) -> bool:
-    """Whether there are fewer devices than that. Processes can share a CPU."""
-    return about["device"] != "cpu" and devices > about["visible"]
-
-
 def answered(answers: Path) -> list[dict[str, Any]]:
     """The rows that a process wrote; without the last one where it was killed in the middle of it."""
     lines = answers.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -203,73 +163,6 @@ def answered(answers: Path) -> list[dict[str, Any]]:
 
 def size_of(path: Path) -> int:
     return path.stat().st_size
-
-
-def end_of(
-    words: Sequence[str],
-    log: Path,
-    settings: Settings,
-    progress: Callable[[], int] = int,
-    environment: dict[str, str] | None = None,
-) -> str:
-    """Run a process to its end, or for as long as `progress` changes within the deadline; how it ended, "" when well.
-    The sentence is the last one that it or a rank of it printed."""
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment or settings.environment,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # also when this one is killed
-        )
-        last, since, overdue = progress(), time.monotonic(), False
-        try:
-            while process.poll() is None:
-                time.sleep(LOOK)
-                if (now := progress()) != last:
-                    last, since = now, time.monotonic()
-                if time.monotonic() > since + settings.deadline:
-                    overdue = True
-                    break
-        finally:  # also when this process is told to stop
-            if process.poll() is None:
-                process.terminate()  # a launcher ends its ranks
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs inside the driver cannot be killed
-                process.wait(20)
-    if overdue:
-        return f"no answer within {settings.deadline:g} s"
-    if process.returncode == 0:
-        return ""
-    code = process.returncode
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-    return cleaned(f"its process ended ({how}): {last_words(log)}")
-
-
-def last_words(log: Path) -> str:
-    """The sentence of a launcher about its rank, else the last line that says something."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    ranks = [line for line in lines if re.search(r"ascendchat launch: rank \d+ ", line)]
-    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception)\b", line)]
-    return (ranks or errors or lines or ["it printed nothing"])[-1]
-
-
-def cleaned(text: str) -> str:
-    """One line that says nothing of who and where: no paths, addresses, host or user names."""
-    text = re.sub(r"(?<![\w.])(/[\w.@+~-]+){2,}/?", "<path>", " ".join(text.split()))
-    text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "<address>", text)
-    hosts = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
-    names = hosts | {host.partition(".")[0] for host in hosts}
-    with contextlib.suppress(KeyError, OSError):
-        names.add(getpass.getuser())
-    for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
-        text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
-    return text[:MOST_SAID]
 
 
 def result(settings: Settings, verdicts: Sequence[Verdict]) -> dict[str, Any]:

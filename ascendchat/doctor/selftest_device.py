@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from ascendchat.config import UserError
 from ascendchat.device import Device, pick
 from ascendchat.device.cann import cann_for, fits
 from ascendchat.doctor import selftest_operators as operators
 from ascendchat.doctor.checks_npu import base
-from ascendchat.doctor.selftest import Verdict, too_many
+from ascendchat.doctor.selftest_case import Verdict, too_many
 from ascendchat.doctor.selftest_operators import Bench, Skip, Wrong
 from ascendchat.engine import sampling
+from ascendchat.errors import UserError
 from ascendchat.nn.attention import LENGTHS, QUERIES, REFERENCE, cache_mask, decode_fault
 from ascendchat.sizes.shape import Shape
 

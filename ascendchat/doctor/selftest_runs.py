@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ascendchat.doctor.selftest import Settings, Verdict, cleaned, end_of, last_words
+from ascendchat.doctor.selftest_case import Settings, Verdict, cleaned, end_of, last_words
 from ascendchat.runs.run import read_metrics, stored_rows
 
 STEPS, QUICK_STEPS = 200, 40

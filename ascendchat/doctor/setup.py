@@ -19,16 +19,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascendchat.config import UserError, home, in_clone
+from ascendchat.config import in_clone
 from ascendchat.config.commands import SetupConfig
 from ascendchat.config.data import HUGGING_FACE, MIRROR
 from ascendchat.config.language import language
 from ascendchat.device import smi
 from ascendchat.device.cann import NEWEST, cann_version, fits, install_line
 from ascendchat.doctor import probe
-from ascendchat.doctor.checks import Machine, installed
+from ascendchat.doctor.checks import installed
 from ascendchat.doctor.checks_npu import cann, cann_home, driver, set_env
+from ascendchat.doctor.machine import Machine
 from ascendchat.doctor.probe import Probe
+from ascendchat.errors import UserError, home
 
 NOT_ASKED = Probe({}, "not asked")
 SLOW = 5.0  # seconds in which a hub answers on a network that is good enough

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ascendchat.chips import cpu_count
-from ascendchat.config import UserError
 from ascendchat.device import smi
-from ascendchat.doctor.checks import gib
 from ascendchat.doctor.checks_system import memory_bytes
+from ascendchat.doctor.machine import gib
+from ascendchat.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ascendchat.config import UserError
 from ascendchat.config.generate import KvCacheDtype
 from ascendchat.device import Device
 from ascendchat.engine.prefix import FIRST_MARK, TURN, borders, mark_place
+from ascendchat.errors import UserError
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import shifted
 from ascendchat.nn.model import Sizes

@@ -30,8 +30,9 @@ from torch import Tensor
 
 from ascendchat.nn import triton_decoding
 from ascendchat.nn import triton_decoding as kernels
-from ascendchat.nn.gpt import GPT, NORM_EPS, Block
+from ascendchat.nn.gpt import GPT, Block
 from ascendchat.nn.logprobs import Float32Readout
+from ascendchat.nn.model import NORM_EPS
 from ascendchat.nn.triton_decoding import Blocks, product
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from ascendchat.config import UserError
 from ascendchat.config.generate import EvalBaseConfig, EvalChatConfig, ModelConfig
 from ascendchat.device import pick
 from ascendchat.device.cpu import prefer_plain_products
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.models.folder import OpenedFolder
 from ascendchat.models.open import Opened, open_model
 from ascendchat.models.trial import KERNEL, PROVEN, TROUBLE, distance, short_windows, tolerance, trial_row

@@ -15,12 +15,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from ascendchat.config import UserError, home
 from ascendchat.config.generate import EvalBaseConfig
 from ascendchat.data.corpus import Corpus, open_corpora
 from ascendchat.device import pick
 from ascendchat.engine.cache import Narrowed, kept_dtype
 from ascendchat.engine.open import open_for_generation
+from ascendchat.errors import UserError, home
 from ascendchat.eval import core
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.core import load_bundle

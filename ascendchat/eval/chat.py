@@ -19,19 +19,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ascendchat import sandbox
-from ascendchat.config import UserError, home, nearest
 from ascendchat.config.generate import EvalChatConfig
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for, open_for_generation
+from ascendchat.errors import UserError, home, nearest
 from ascendchat.eval.examine import Examiner, ModelChooser, Outcome, check_room, examine
 from ascendchat.eval.scorer import row_length
 from ascendchat.eval.stages import GROUPS, score_lines, scores, stage_table, table_lines
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context, joined
 from ascendchat.runs.results import NewResults, run_of
-from ascendchat.tasks import EVALUATIONS, Task
-from ascendchat.tasks import load as load_task
+from ascendchat.tasks.base import Task
 from ascendchat.tasks.humaneval import HumanEval
+from ascendchat.tasks.named import EVALUATIONS
+from ascendchat.tasks.named import load as load_task
 from ascendchat.tasks.toy import TOY_TASKS as TOY
 
 

@@ -23,16 +23,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.template import Counts, Encoder, render_prompt
 from ascendchat.engine.padding import padded_length, stack, to_device
 from ascendchat.engine.request import Generator, Request, Sampling, prompt_room
+from ascendchat.errors import UserError
 from ascendchat.eval.core import centre
 from ascendchat.eval.scorer import batches
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.model import LanguageModel, dense
 from ascendchat.parallel import collectives
-from ascendchat.tasks import Task, pass_at_k
+from ascendchat.tasks.base import Task
+from ascendchat.tasks.named import pass_at_k
 
 CHUNK = 1024  # prompts written and handed over at a time
 SHUFFLE_SEED = 1337  # which rows are taken when not all are: tables are sorted by subject

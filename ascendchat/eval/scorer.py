@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascendchat.config import UserError
 from ascendchat.engine.padding import Row, padded_length, stack, to_device
+from ascendchat.errors import UserError
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.documents import Documents, documents
 from ascendchat.nn.gpt import shifted

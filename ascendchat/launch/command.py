@@ -24,36 +24,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascendchat import processes as ports
-from ascendchat.config import OutOfMemory, UserError, home
 from ascendchat.config.commands import LaunchConfig
+from ascendchat.device.env import count_devices
+from ascendchat.errors import OutOfMemory, UserError, home
 from ascendchat.files import write_atomic
 from ascendchat.launch.forkserver import Nursery
 from ascendchat.launch.rank import PROGRAM, node_prefix
 from ascendchat.launch.supervise import AttemptResult, run_torchrun
 from ascendchat.parallel.world import SchedulerJob, World, derived_port, read_job, read_world
+from ascendchat.processes import SMALLER
 
 __all__ = ["AttemptResult", "SchedulerJob", "World", "failure_text", "read_job", "read_world", "run"]
-
-SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smaller: earlier attempts ran out of memory
 MOST_SMALLER = 16  # restarts for that; a program that is not ours may end with the same status for ever
 TAIL = 30  # lines of a failed rank's log that are shown
 PORT_TRIES = 5
 NURSERY_LOG = "warm.log"
-
-# Prints "type count". In its own process: importing torch is slow, and this one must not hold a device.
-COUNT_PROGRAM = """
-import sys
-from ascendchat.config import UserError
-from ascendchat.device import pick
-from ascendchat.device.env import prepare_environment
-kind = sys.argv[1] or None
-try:
-    prepare_environment(kind)
-    device = pick(kind)
-except UserError as error:
-    sys.exit(str(error))
-print("\\n", device.type, device.count())
-"""
 
 
 @dataclass
@@ -227,19 +212,6 @@ def _master(config: LaunchConfig, job: SchedulerJob, nodes: int, node_rank: int,
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def count_devices(kind: str | None) -> int:
-    """Visible devices of this type (None: of the best type found); on CPU one process."""
-    if kind == "cpu":
-        return 1
-    counted = subprocess.run(
-        [sys.executable, "-c", COUNT_PROGRAM, kind or ""], capture_output=True, text=True, check=False
-    )
-    if counted.returncode:
-        last = (counted.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"the devices could not be counted: {last}")
-    return max(1, int(counted.stdout.split()[-1]))
 
 
 def attempt(plan: LaunchPlan, restart: int, grace: float) -> AttemptResult:

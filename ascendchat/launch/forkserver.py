@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ascendchat.chips import KINDS
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.launch import agent, rank
-from ascendchat.launch.rank import die_with_parent
+from ascendchat.processes import die_with_parent
 
 RANK_SCRIPT = "rank.py"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torchrun has handlers for them

@@ -10,26 +10,19 @@ several nodes its name begins with `node_K_`.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import sys
 from pathlib import Path
 
+from ascendchat.processes import FILES, die_with_parent, started
+
 # torchrun must be able to import torch even if the plug-in of a device is broken, so it runs with "0". The ranks get
 # the user's own value back.
 AUTOLOAD, KEPT_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCENDCHAT_KEPT_AUTOLOAD"
 PROGRAM = "program.json"
 MARK = "ASCENDCHAT_RANK_PROCESS"  # content of the pid file, inherited by all that a rank starts: shows whose they are
-FILES = "ASCENDCHAT_RANK_FILES"  # how the names of the pid files of this node's ranks begin
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def die_with_parent(number: signal.Signals) -> None:
-    """Ask Linux to send this signal when the parent is gone, so that `kill -9` of a launcher leaves no orphans."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def log_file(folder: Path, rank: int) -> Path:
@@ -40,28 +33,6 @@ def log_file(folder: Path, rank: int) -> Path:
 def node_prefix(nodes: int, node: int) -> str:
     """How the names of this node's own files begin: nodes share the folder."""
     return f"node_{node}_" if nodes > 1 else ""
-
-
-def started(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "" when it is gone, or where there is no /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
-    except OSError:
-        return ""
-
-
-def ended() -> set[int]:
-    """Ranks of this node that are gone: those that are left wait for them in vain."""
-    files = Path(os.environ.get(FILES, ""))
-    found = set()
-    for path in files.parent.glob(f"{files.name}*.pid") if files.name else ():
-        try:
-            pid, _, since = path.read_text(encoding="ascii").partition(" ")
-        except FileNotFoundError:  # the launcher has taken it away
-            continue
-        if since and started(int(pid)) != since:
-            found.add(int(path.stem.rpartition("_")[2]))
-    return found
 
 
 def enter(argv: list[str]) -> list[str]:

@@ -19,7 +19,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 from ascendchat.launch.forkserver import Nursery, WarmAgent
-from ascendchat.launch.rank import AUTOLOAD, KEPT_AUTOLOAD, MARK, log_file, started
+from ascendchat.launch.rank import AUTOLOAD, KEPT_AUTOLOAD, MARK, log_file
+from ascendchat.processes import started
 
 POLL = 0.05  # seconds between two looks at rank 0's log
 SLACK = 5.0  # seconds that torchrun itself gets to end after its ranks had their grace

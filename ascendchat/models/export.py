@@ -23,10 +23,10 @@ from typing import Any
 from torch import Tensor
 
 from ascendchat.checkpoint import Checkpoint, write_tensors
-from ascendchat.config import UserError
 from ascendchat.config.generate import ExportConfig
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
+from ascendchat.errors import UserError
 from ascendchat.files import usual_mode
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.models.folder import OURS
@@ -35,8 +35,9 @@ from ascendchat.models.open import find_checkpoint, open_model
 from ascendchat.models.tokenizer import HFTokenizer
 from ascendchat.models.trained import BESIDE, check_peft_base, is_adapter
 from ascendchat.models.transformers_4 import add_old_names
-from ascendchat.nn.gpt import NORM_EPS, attention_scale
+from ascendchat.nn.gpt import attention_scale
 from ascendchat.nn.loss import SOFTCAP
+from ascendchat.nn.model import NORM_EPS
 from ascendchat.parallel.context import joined
 from ascendchat.sizes.shape import SMEAR_GATE_CHANNELS, Shape
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.models.causal_lm import ATTENTION, CausalLM, register
 from ascendchat.models.import_transformers import library
 from ascendchat.models.tokenizer import HFTokenizer

@@ -15,7 +15,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ascendchat.config import UserError, install_command
+from ascendchat.config import install_command
+from ascendchat.errors import UserError
 
 
 def library() -> ModuleType:

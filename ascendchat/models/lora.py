@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ascendchat.checkpoint import write_tensors
-from ascendchat.config import UserError, install_command, nearest
+from ascendchat.config import install_command
+from ascendchat.errors import UserError, nearest
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.models.import_transformers import library
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from ascendchat.checkpoint import Writer
-from ascendchat.config import UserError
 from ascendchat.config.generate import ImportNanochatConfig
 from ascendchat.data.tokenizer.learn import merges_of
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.errors import UserError
 from ascendchat.nn.gpt import GPT
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes.shape import SMEAR_GATE_CHANNELS, VOCAB_MULTIPLE, Shape, round_up

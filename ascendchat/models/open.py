@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
-from ascendchat.config import UserError, home, load_yaml
+from ascendchat.config import load_yaml
 from ascendchat.config.generate import EvalBaseConfig, EvalChatConfig, ModelConfig
 from ascendchat.config.train import STAGES
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.data.verify import MANIFEST
+from ascendchat.errors import UserError, home
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.models.folder import OpenedFolder, is_ours
 from ascendchat.models.folder import find as find_hf

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.sizes.hf import FAMILIES, HFModel, from_config
 
 USUAL_CONTEXT = 4096  # tokens of a row where nobody says: caches of the 131,072 that some configs name fit nowhere

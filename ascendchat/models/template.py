@@ -25,7 +25,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.tables import THOUGHTS
 from ascendchat.data.chat.template import (
     Counts,
@@ -40,6 +39,7 @@ from ascendchat.data.chat.template import (
 )
 from ascendchat.data.chat.turns import TOOLS_OFFERED
 from ascendchat.data.surrogates import without_halves
+from ascendchat.errors import UserError
 
 # Calls of tools as the messages that chat templates take, as transformers describes them.
 #

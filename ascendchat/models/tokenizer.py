@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from ascendchat.config import UserError
 from ascendchat.data.surrogates import without_halves
 from ascendchat.data.tokenizer.storage import byte_letters
 from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer
+from ascendchat.errors import UserError
 from ascendchat.models.template import ChatTemplate
 from ascendchat.models.transformers_4 import add_old_tokenizer_names
 

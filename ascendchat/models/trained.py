@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ascendchat.checkpoint import Checkpoint, Damaged, read_file, verify
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.files import write_atomic
 from ascendchat.models.folder import Folder, OpenedFolder, at, empty_model, find, load_tokenizer, open_folder, read_json
 from ascendchat.models.lora import load_adapter, merge

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.models.causal_lm import ATTENTION, CausalLM
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.documents import documents

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
 USUAL_LENGTH = 256  # tokens of a document: what there is room for before the first text is seen

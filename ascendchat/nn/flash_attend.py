@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.nn import flash_plain as plain
 from ascendchat.nn.attention import causal_mask, choose
 from ascendchat.nn.flash_plain import Rule

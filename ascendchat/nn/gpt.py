@@ -28,10 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ascendchat.nn.documents import Documents
 from ascendchat.nn.loss import SOFTCAP, score, softcap
-from ascendchat.nn.model import Attend, LanguageModel, Shift, dense
+from ascendchat.nn.model import NORM_EPS, Attend, LanguageModel, Shift, dense
 from ascendchat.sizes.shape import SMEAR_GATE_CHANNELS, Formulas, Shape
-
-NORM_EPS = 1e-6
 
 __all__ = ["GPT", "Attend", "Block", "Heads", "Ops", "PlainOps", "Rope", "Shift", "attention_scale", "dense", "shifted"]
 

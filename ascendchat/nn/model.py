@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ascendchat.nn.attention import Attention
     from ascendchat.nn.documents import Documents
 
+
+NORM_EPS = 1e-6
+
+
 Scorer = Callable[..., tuple[Tensor, Tensor, Tensor]]  # as `score` in loss.py
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ascendchat.checkpoint import Shard
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.updates import EPS, TINY, adamw_update, muon_update, muon_update_in_few_launches
 from ascendchat.parallel import collectives
@@ -281,24 +282,6 @@ class Group:
 
     def __post_init__(self) -> None:
         self.initial_lr = self.initial_lr or self.lr
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Elements [start, stop) of one state tensor of one parameter: what a rank saves, and how it is found again."""
-
-    parameter: str
-    kind: str  # "weight" (float32), "first", "second", "mean"
-    start: int
-    stop: int
-
-    def key(self) -> str:
-        return f"{self.parameter}|{self.kind}|{self.start}|{self.stop}"
-
-    @classmethod
-    def parse(cls, key: str) -> Shard:
-        parameter, kind, start, stop = key.split("|")
-        return cls(parameter, kind, int(start), int(stop))
 
 
 class Room(NamedTuple):

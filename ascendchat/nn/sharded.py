@@ -29,8 +29,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ascendchat.config import UserError
-from ascendchat.nn.optim import Group, Shard
+from ascendchat.checkpoint import Shard
+from ascendchat.errors import UserError
+from ascendchat.nn.optim import Group
 from ascendchat.nn.updates import TINY, adamw_update
 from ascendchat.parallel import collectives
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ascendchat.nn.gpt import NORM_EPS
+from ascendchat.nn.model import NORM_EPS
 
 FORWARD = {"block": 8, "num_warps": 2}  # the fastest of those tried: docs/log.md
 BACKWARD = {"block": 2, "walk": 64, "num_warps": 1}

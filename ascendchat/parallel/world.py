@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 
 # Below the range that operating systems hand out, so that a derived port is rarely taken by a passing connection.
 FIRST_PORT, PORTS = 20000, 10000

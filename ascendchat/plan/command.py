@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ascendchat.chips import GIB, Chip, find, this_cpu
-from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
+from ascendchat.errors import UserError
 from ascendchat.plan.goals import TooLarge, device_memory, inference_plan, model_facts, model_of, rl_plan, train_plan
 from ascendchat.sizes import hf
 from ascendchat.sizes.hf import packing_saves

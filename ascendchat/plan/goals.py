@@ -11,15 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ascendchat.chips import Chip
-from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
+from ascendchat.errors import UserError
 from ascendchat.sizes import batch, hf, memory, schedule
 from ascendchat.sizes.batch import Fabric, Split, duration
-from ascendchat.sizes.hf import HFModel
+from ascendchat.sizes.hf import FINETUNE_ROWS, HFModel
 from ascendchat.sizes.memory import exchanged_elements
 from ascendchat.sizes.shape import Shape
 
-FINETUNE_ROWS = 64  # rows per step when an existing model is fine-tuned and no total is given
 FINETUNE_TOKENS = 10_000_000  # horizon when none is given
 RL_SAMPLES = 256  # sequences per RL step: 16 questions x 16 samples
 RL_STEPS = 100  # horizon when none is given

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ascendchat.chips import GIB
 from ascendchat.config.language import pad, translate, wrap
 from ascendchat.sizes.batch import COLLECTIVES
+from ascendchat.sizes.memory import bytes_text
 
 WIDTH = 100
 Section = tuple[str, list[tuple[str, str]]]
@@ -19,14 +19,6 @@ def count(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:.0f}"
-
-
-def bytes_text(value: float) -> str:
-    """Bytes in GiB, MiB or KiB."""
-    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= unit:
-            return f"{value / unit:.2f} {name}"
-    return f"{value:.0f} B"
 
 
 def span(hours: float) -> str:

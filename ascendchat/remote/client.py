@@ -30,9 +30,9 @@ from concurrent.futures import CancelledError, wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ascendchat.config import UserError
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
+from ascendchat.errors import UserError
 from ascendchat.remote.completions import Answer, Unusable, body_of
 from ascendchat.remote.http import FIRST_PAUSE, GONE, LONGEST_PAUSE, TROUBLE, Again, Link
 from ascendchat.remote.servers import PauseMode, Server

@@ -31,9 +31,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ascendchat.checkpoint import Damaged, read_file, write_weights
-from ascendchat.config import UserError
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
+from ascendchat.errors import UserError
 from ascendchat.remote.client import Remote
 from ascendchat.remote.http import NoAnswer
 from ascendchat.remote.routing import Candidate, blocks_of, choose, remember

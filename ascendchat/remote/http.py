@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between two attempts; doubled each time
 LONGEST_RETRY_AFTER = 60.0  # seconds that a server may ask us to wait

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig, vllm_settings
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device.env import devices_behind, without_own_settings
+from ascendchat.errors import UserError
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.processes import free_port

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import httpx
 
 from ascendchat.checkpoint import write_weights
-from ascendchat.config import UserError
 from ascendchat.engine.request import Weights
+from ascendchat.errors import UserError
 from ascendchat.remote.http import Link, NoRoute
 from ascendchat.remote.weights import as_dtypes, checksum
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from ascendchat.checkpoint import write_weights
-from ascendchat.config import UserError
 from ascendchat.engine.request import Weights
+from ascendchat.errors import UserError
 from ascendchat.files import usual_mode
 from ascendchat.remote import weights as transfer
 from ascendchat.remote.http import TROUBLE, Again, Link, NoRoute

@@ -30,13 +30,12 @@ from types import FrameType
 from typing import NamedTuple
 
 from ascendchat.chips import KINDS, detected
-from ascendchat.config import UserError, home
 from ascendchat.config.rl import RolloutServerConfig, merged
 from ascendchat.device import smi
 from ascendchat.device.cann import cann_version
 from ascendchat.device.env import ALLOCATORS, NPU_GENERATING, harmful_settings, look
-from ascendchat.launch.rank import die_with_parent
-from ascendchat.processes import is_free, status_of
+from ascendchat.errors import UserError, home
+from ascendchat.processes import die_with_parent, is_free, status_of
 
 PACKAGE = Path(__file__).resolve().parent.parent
 RECEIVER = "remote/vllm_worker.py"  # of our package: lets vLLM's workers take weights over any collective

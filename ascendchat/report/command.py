@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
-from ascendchat.config import UserError
 from ascendchat.config.commands import ReportConfig
+from ascendchat.errors import UserError
 from ascendchat.files import write_atomic
 from ascendchat.report.content import Section
 from ascendchat.report.html import body, mark, page

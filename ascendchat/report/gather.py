@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError, home, load_yaml
+from ascendchat.config import load_yaml
 from ascendchat.config.train import STAGES
+from ascendchat.errors import UserError, home
 from ascendchat.runs.results import best_results, stage_results
 from ascendchat.runs.run import read_facts, read_metrics, run_folder
 

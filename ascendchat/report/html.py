@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ascendchat import __version__
 from ascendchat.config.language import language, translate
 from ascendchat.files import write_atomic
 from ascendchat.report.content import Plot, Section, Table, Text
+from ascendchat.version import __version__
 
 STYLE = """
 :root { color-scheme: light }

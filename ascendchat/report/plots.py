@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 
 COLOURS = (
     "#0b62a8",

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from ascendchat.checkpoint import Checkpoint, to_continue
-from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.data.toyworld import LANGUAGES
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Completion, Generator, Sampling, prompt_room
+from ascendchat.errors import UserError
 from ascendchat.models.shape import HFShape
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantReadout
@@ -47,7 +47,7 @@ from ascendchat.runs.run import run_folder
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.memory import caches, policy_logits
 from ascendchat.sizes.shape import Shape
-from ascendchat.tasks import Task
+from ascendchat.tasks.base import Task
 from ascendchat.train.model import Learner
 from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.nn.documents import Documents
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantAttention, InvariantOps

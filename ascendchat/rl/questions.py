@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.formats import PROMPT, REPLY, parse_choice
 from ascendchat.data.chat.tables import TABLE_TYPES, TableRow, read_rows
 from ascendchat.data.chat.template import LETTERS, Conversation, render_choice, text_of
@@ -27,10 +26,11 @@ from ascendchat.data.chat.turns import asked as about
 from ascendchat.data.mixture import is_held_out
 from ascendchat.data.read import format_of
 from ascendchat.data.surrogates import HALF, has_half
+from ascendchat.errors import UserError
 from ascendchat.rl import rewards
-from ascendchat.tasks import load
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.humaneval import ASK
+from ascendchat.tasks.named import load
 
 OWN = "prompt", "completion", "messages"  # columns that a reward gets as its first arguments, or as they are asked
 VALIDATION = 0.02  # share of the rows that is kept for examinations

@@ -21,10 +21,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ascendchat.config import UserError, nearest
 from ascendchat.data import toyworld
 from ascendchat.data.chat.template import text_of
 from ascendchat.data.mixture import parse_entry
+from ascendchat.errors import UserError, nearest
 from ascendchat.sandbox.pool import WORKERS, Failure, Pool
 from ascendchat.sandbox.process import checked, run
 from ascendchat.tasks.base import Task

@@ -20,18 +20,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.rows import best_fit
 from ascendchat.data.chat.template import Counts, render_prompt
 from ascendchat.data.corpus import shuffled
 from ascendchat.data.mixture import locate, parse_mixture, shares
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Generator, Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 from ascendchat.remote.completions import joined, rest
 from ascendchat.rl.questions import load_questions
 from ascendchat.rl.rewards import Asked, Judge
-from ascendchat.tasks import Task, pass_at_k
+from ascendchat.tasks.base import Task
+from ascendchat.tasks.named import pass_at_k
 
 SPARE = 1 << 40  # number of the first question that is asked in place of another
 

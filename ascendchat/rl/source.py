@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ascendchat.checkpoint import host_copy
-from ascendchat.config import UserError
 from ascendchat.engine.request import Completion, Request, Weights
+from ascendchat.errors import UserError
 from ascendchat.parallel import collectives
 from ascendchat.rl.rollout import Begun, Rollout, begun
 from ascendchat.rl.schedule import Rhythm, Slot

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.checkpoint import Checkpoint
-from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.padding import to_device
 from ascendchat.engine.request import Completion
+from ascendchat.errors import UserError
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.models.trained import HFSource
 from ascendchat.nn import IGNORE
@@ -50,7 +50,7 @@ from ascendchat.rl.transcript import figures, learnt, write_transcript
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.schedule import Curve
-from ascendchat.tasks import Task
+from ascendchat.tasks.base import Task
 from ascendchat.train.model import Learner, optimizer_for
 from ascendchat.train.rows import curve, learning_rates
 from ascendchat.train.stage import Correction, Loss, Stage

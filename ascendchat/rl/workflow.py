@@ -25,10 +25,10 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from ascendchat.config import UserError
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.engine import Engine, Job
 from ascendchat.engine.request import Completion, Generator, Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.rl.episode import Trajectory, run_episode
 from ascendchat.rl.rewards import Asked, Judge, row_of
 from ascendchat.rl.rollout import Generate, Group, Question, answer_seed

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError, home
+from ascendchat.errors import UserError, home
 from ascendchat.runs.run import append_row, read_facts, stored_rows, whole_size
 
 ResultRow = dict[str, Any]

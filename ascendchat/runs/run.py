@@ -29,11 +29,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ascendchat import __version__
-from ascendchat.config import MOST_NAMED, UserError, as_dict, dump, home, load_yaml, nearest, spelling
+from ascendchat.config import as_dict, dump, load_yaml, spelling
 from ascendchat.config.train import STAGES
+from ascendchat.errors import MOST_NAMED, UserError, home, nearest
 from ascendchat.files import begin_sha256, write_atomic
 from ascendchat.runs.trackers import Sinks, check_track
+from ascendchat.version import __version__
 
 # JSON has no NaN: these strings stand for the three floats it cannot write, and are read back as floats.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

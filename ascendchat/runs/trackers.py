@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from ascendchat.config import UserError, as_dict, nearest
+from ascendchat.config import as_dict
+from ascendchat.errors import UserError, nearest
 
 
 class Sink(Protocol):

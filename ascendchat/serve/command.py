@@ -25,15 +25,16 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
+from ascendchat.errors import UserError
 from ascendchat.serve import metrics
-from ascendchat.serve.app import Service, application
+from ascendchat.serve.app import application
 from ascendchat.serve.connection import Limits, protocol
 from ascendchat.serve.guard import AccessLog, Guard, Keys, admission
 from ascendchat.serve.pool import Pool
 from ascendchat.serve.reader import Reader
 from ascendchat.serve.reading import open_tokenizer
+from ascendchat.serve.service import Service
 
 BACKLOG = 2048  # connections that may wait to be accepted
 

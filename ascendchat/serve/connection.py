@@ -21,7 +21,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ascendchat.serve import metrics
+from ascendchat.serve import counters
 
 MOST_HEADER_BYTES = 32768
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
@@ -67,7 +67,7 @@ async def full(scope: Any, receive: Any, send: Any) -> None:
     headers += [(b"retry-after", b"1"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-    metrics.request("other", 503, 0.0)
+    counters.request("other", 503, 0.0)
 
 
 def without_upgrade(data: bytes) -> bytes:
@@ -196,5 +196,5 @@ class Connection(HttpToolsProtocol):
             lines = [f"{name}: {value}" for name, value in {**headers, **SECURITY_HEADERS}.items()]
             phrase = HTTPStatus(status).phrase
             self.transport.write("\r\n".join([f"HTTP/1.1 {status} {phrase}", *lines, "", ""]).encode() + body)
-            metrics.request("other", status, 0.0)
+            counters.request("other", status, 0.0)
         self.transport.close()

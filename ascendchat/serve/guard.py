@@ -28,9 +28,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
-from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
-from ascendchat.serve import metrics
+from ascendchat.errors import UserError
+from ascendchat.serve import counters
 from ascendchat.serve.connection import SECURITY_HEADERS, error_body
 
 Message = MutableMapping[str, Any]
@@ -159,8 +159,8 @@ class Guard:
         if scope["type"] != "http":
             return
         exchange = Exchange(scope, send)
-        tally = metrics.Tally(text=[] if self.config.log_messages else None)
-        metrics.TALLY.set(tally)
+        tally = counters.Tally(text=[] if self.config.log_messages else None)
+        counters.TALLY.set(tally)
         try:
             await self.pass_on(exchange, receive)
         finally:
@@ -257,10 +257,10 @@ class Guard:
             if not message.get("more_body"):
                 return b"".join(parts)
 
-    def note(self, exchange: Exchange, tally: metrics.Tally) -> None:
+    def note(self, exchange: Exchange, tally: counters.Tally) -> None:
         """Count it and write it down."""
         status, seconds = exchange.status or GONE, time.monotonic() - exchange.began
-        metrics.request(str(getattr(exchange.scope.get("route"), "path", "other")), status, seconds)
+        counters.request(str(getattr(exchange.scope.get("route"), "path", "other")), status, seconds)
         self.log.write(
             {
                 "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),

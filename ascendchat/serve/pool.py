@@ -28,11 +28,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.engine.request import Request
+from ascendchat.errors import UserError
 from ascendchat.remote.routing import Candidate, blocks_of, choose, remember
-from ascendchat.serve import metrics
+from ascendchat.serve import counters
 from ascendchat.serve.messages import (
     LENGTH,
     Ask,
@@ -572,7 +572,7 @@ class Ticket:
         self.over = False  # the client has the last part, or wants no more
         self.closed = False  # nothing more will come
         self.since = time.monotonic()
-        self.meter = metrics.Meter(len(request.prompt))
+        self.meter = counters.Meter(len(request.prompt))
         self.first_token: float | None = None  # when it was there, by the same clock
         self.end = self.until = math.inf  # of the answer, and of what comes next, by the clock of the pool
         self.timer: asyncio.TimerHandle | None = None  # of the pool

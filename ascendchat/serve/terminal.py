@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from ascendchat.config import home
 from ascendchat.config.generate import ChatConfig
 from ascendchat.data.chat.template import Conversation, parse_content, render_prompt
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.engine.request import Generator, Request, Sampling, prompt_room
+from ascendchat.errors import home
 from ascendchat.files import write_atomic
 from ascendchat.parallel.context import Context, joined
 from ascendchat.runs.console import inert

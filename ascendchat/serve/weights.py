@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.serve.errors import Problem
 from ascendchat.serve.pool import Failure, Pool
 
 if TYPE_CHECKING:  # app.py includes these routes
-    from ascendchat.serve.app import Service
+    from ascendchat.serve.service import Service
 
 NEEDED = ("manifest.json", "state.json", "model.safetensors")  # of a checkpoint
 NAME = "ascendchat-weights-"  # of the folder for them, with the number of the server's process

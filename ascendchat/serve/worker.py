@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from ascendchat.checkpoint import Checkpoint, Damaged, read_file, verify
-from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.config.train import STAGES
 from ascendchat.device import describe, pick
@@ -30,6 +29,7 @@ from ascendchat.engine.engine import Engine, Job
 from ascendchat.engine.grammar import STACK, Matcher, grammars
 from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.engine.request import Weights
+from ascendchat.errors import UserError
 from ascendchat.models.open import tokenizer_folder
 from ascendchat.models.trained import HFSource
 from ascendchat.nn.logprobs import Float32Readout

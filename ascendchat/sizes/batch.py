@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ascendchat.chips import Chip
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.schedule import BATCH_EXPONENT, REFERENCE_BATCH, REFERENCE_TOKENS
 from ascendchat.sizes.shape import Shape

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.chips import KINDS, Chip
-from ascendchat.config import UserError, nearest
+from ascendchat.errors import UserError, nearest
 from ascendchat.sizes.memory import FP32, HEAD_CHUNK_BYTES, TRAITS, compute_bytes, kernel_buffers, outside
+
+FINETUNE_ROWS = 64  # rows per step when an existing model is fine-tuned and no total is given
+
 
 # Bytes of a weight of 4 bits: half of one, a byte of scale for 64 weights, and for 256 such scales one in fp32.
 PACKED_BYTES = 1 / 2 + 1 / 64 + FP32 / (64 * 256)

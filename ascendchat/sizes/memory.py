@@ -17,6 +17,15 @@ from typing import Protocol
 from ascendchat.chips import GIB, Chip
 from ascendchat.sizes.shape import Shape
 
+
+def bytes_text(value: float) -> str:
+    """Bytes in GiB, MiB or KiB."""
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= unit:
+            return f"{value / unit:.2f} {name}"
+    return f"{value:.0f} B"
+
+
 MIB = 1024**2
 FP32 = 4
 HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 
 HEAD_DIM = 128
 VOCAB_MULTIPLE = 64  # matrix units like round sizes, and the rows then divide among 2, 4, ... 64 devices

@@ -24,12 +24,12 @@ from pathlib import Path
 from types import FrameType
 
 from ascendchat.chips import find
-from ascendchat.config import UserError
 from ascendchat.config.commands import SpeedrunConfig
 from ascendchat.config.serve import ServeConfig
 from ascendchat.config.train import STAGES
 from ascendchat.data.fetch import folder_of
 from ascendchat.data.mixture import parse_entry
+from ascendchat.errors import UserError
 from ascendchat.files import write_atomic
 from ascendchat.processes import is_free
 from ascendchat.runs.run import run_folder

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.chips import Chip, find
-from ascendchat.config import UserError, home
 from ascendchat.config.commands import PlanConfig
 from ascendchat.config.language import pad, translate
 from ascendchat.config.rl import RlConfig
@@ -25,11 +24,12 @@ from ascendchat.data.fetch import folder_of
 from ascendchat.data.fetch.sources import SETS, find_set
 from ascendchat.data.mixture import parse_entry
 from ascendchat.data.read import files_in
+from ascendchat.errors import UserError, home
 from ascendchat.plan.command import choose_chip
 from ascendchat.plan.goals import TooLarge, checkpoint_bytes, inference_plan, rl_plan, train_plan
-from ascendchat.plan.show import bytes_text, span
+from ascendchat.plan.show import span
 from ascendchat.sizes.hf import HFModel, from_config
-from ascendchat.sizes.memory import FP32
+from ascendchat.sizes.memory import FP32, bytes_text
 from ascendchat.sizes.shape import Shape
 from ascendchat.speedrun.recipe import USES_DEVICES, Recipe, Settings, place
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascendchat import __version__
-from ascendchat.config import UserError
 from ascendchat.data.read import files_in
+from ascendchat.errors import UserError
 from ascendchat.files import check_folder, sha256, write_atomic
 from ascendchat.runs.run import read_facts, run_folder
+from ascendchat.version import __version__
 
 LEAVING = 10.0  # seconds in which a process that was killed gives its lock up
 

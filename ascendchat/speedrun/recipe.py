@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.chips import KINDS, find
-from ascendchat.config import UserError, accept_all, home, load_yaml, nearest, spelling
+from ascendchat.config import accept_all, load_yaml, spelling
 from ascendchat.config.train import STAGES, USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data.fetch.sources import SETS
 from ascendchat.data.mixture import parse_entry
-from ascendchat.device.env import look
-from ascendchat.launch.command import count_devices
+from ascendchat.device.env import count_devices, look
+from ascendchat.errors import UserError, home, nearest
 from ascendchat.sizes.batch import horizon
 from ascendchat.sizes.shape import Shape
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ascendchat.tasks.base import Task
     from ascendchat.tasks.named import EVALUATIONS, knows, load, pass_at_k
 
+
 __all__ = ["EVALUATIONS", "Task", "knows", "load", "pass_at_k"]
 
 

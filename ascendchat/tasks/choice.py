@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.formats import parse_choice
 from ascendchat.data.chat.tables import TableRow
 from ascendchat.data.chat.template import LETTERS, Conversation, render_choice
+from ascendchat.errors import UserError
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT, set_rows
 

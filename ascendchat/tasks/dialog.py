@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ascendchat.config import UserError
 from ascendchat.data import toyworld
 from ascendchat.data.chat.dataset_info import Listed, find_listed
 from ascendchat.data.chat.formats import conversations
@@ -23,6 +22,7 @@ from ascendchat.data.chat.template import Conversation
 from ascendchat.data.fetch import SETS, fetch
 from ascendchat.data.fetch.sources import ALSO
 from ascendchat.data.read import LINES, format_of, row_files
+from ascendchat.errors import UserError
 from ascendchat.runs.console import inert
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.tables import OF_ANOTHER_FORM, Row, TableRow, entries_in, why_unread
 from ascendchat.data.fetch import fetch
 from ascendchat.data.read import UNREADABLE, files_in, format_of, table_lines, unpack, unreadable
+from ascendchat.errors import UserError
 from ascendchat.runs.console import inert
 
 # A word of a path: test/x.csv, x_test.csv, test-00000-of-00001.parquet, test.jsonl.xz

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.formats import calculations
 from ascendchat.data.chat.tables import TableRow
 from ascendchat.data.chat.template import Conversation
+from ascendchat.errors import UserError
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT, set_rows
 

@@ -14,9 +14,9 @@ from functools import lru_cache
 from typing import Any
 
 from ascendchat import sandbox
-from ascendchat.config import UserError
 from ascendchat.data.chat.tables import TableRow
 from ascendchat.data.chat.template import Conversation
+from ascendchat.errors import UserError
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import set_rows
 

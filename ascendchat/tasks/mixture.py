@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError
 from ascendchat.config.train import PUBLISHED
 from ascendchat.data import toyworld
 from ascendchat.data.chat.rows import ChatRows
@@ -26,8 +25,9 @@ from ascendchat.data.fetch import folder_of
 from ascendchat.data.mixture import WeightedRows, fingerprint, is_held_out, parse_entry, parse_mixture
 from ascendchat.data.prepare import TOYWORLD
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.tasks import EVALUATIONS, load
+from ascendchat.errors import UserError
 from ascendchat.tasks.files import NoFiles
+from ascendchat.tasks.named import EVALUATIONS, load
 from ascendchat.tasks.overlap import OverlapFinder
 
 VALIDATION = 0.02  # share of an entry's conversations that is kept for validation

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ascendchat.config import UserError, nearest
 from ascendchat.data.chat.dataset_info import is_listed
 from ascendchat.data.fetch import SETS
 from ascendchat.data.fetch.sources import ALSO
 from ascendchat.data.prepare import TOYWORLD
+from ascendchat.errors import UserError, nearest
 from ascendchat.tasks import toy
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.choice import EXAMS, Exam

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from ascendchat.config import UserError
 from ascendchat.data import toyworld
 from ascendchat.data.chat.template import Conversation
+from ascendchat.errors import UserError
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.dialog import Stored
 

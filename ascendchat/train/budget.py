@@ -16,12 +16,12 @@ import torch
 
 from ascendchat.checkpoint import Checkpoint
 from ascendchat.chips import Chip
-from ascendchat.config import UserError
 from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import Batches
 from ascendchat.device import Device
+from ascendchat.errors import UserError
 from ascendchat.parallel import collectives
 from ascendchat.sizes.batch import MFU, MIN_STEPS, Split, batch_for, horizon, optimizer_tokens
 from ascendchat.sizes.memory import training, usable

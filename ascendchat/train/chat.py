@@ -32,8 +32,8 @@ from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
 from ascendchat.sizes.schedule import Curve
 from ascendchat.sizes.shape import Shape
-from ascendchat.tasks import knows
 from ascendchat.tasks.mixture import ChatMixture, default_data, open_chat_mixture
+from ascendchat.tasks.named import knows
 from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.train.model import Learner, build
 from ascendchat.train.rows import SAMPLE_TOKENS, RowStage, share_out

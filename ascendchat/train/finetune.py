@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ascendchat.checkpoint import UNWRITTEN, to_continue
-from ascendchat.config import NotSaved, UserError
+from ascendchat.config import NotSaved
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
 from ascendchat.data.chat.preview import colours, preview_mixture
@@ -29,6 +29,7 @@ from ascendchat.data.corpus import Corpus
 from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import absolute
 from ascendchat.device import pick
+from ascendchat.errors import UserError
 from ascendchat.models.export import export, export_adapter
 from ascendchat.models.lora import LoraSettings, adapter_weights
 from ascendchat.models.quantize import check_packing
@@ -39,13 +40,12 @@ from ascendchat.models.trained import BESIDE
 from ascendchat.nn.attention import choose
 from ascendchat.nn.optim import Group, adamw_groups, muon_groups
 from ascendchat.parallel.context import Context
-from ascendchat.plan.goals import FINETUNE_ROWS
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split
-from ascendchat.sizes.hf import check_bits, check_bits_on
-from ascendchat.tasks import knows
+from ascendchat.sizes.hf import FINETUNE_ROWS, check_bits, check_bits_on
 from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_chat_mixture
+from ascendchat.tasks.named import knows
 from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.train.chat import ChatStage
 from ascendchat.train.model import Learner, optimizer_for, say_package

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from ascendchat.checkpoint import Checkpoint, Writer
 from ascendchat.chips import KINDS
-from ascendchat.config import OutOfMemory, UserError
 from ascendchat.config.train import TrainConfig
 from ascendchat.device import Device, Mark, smi
-from ascendchat.launch.command import SMALLER
+from ascendchat.errors import OutOfMemory, UserError
 from ascendchat.parallel import collectives
+from ascendchat.processes import SMALLER
 from ascendchat.runs.console import Console, Smooth, Telemetry, eta, speed
 from ascendchat.runs.run import Run, notice
 from ascendchat.train.profile import Profiler

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.chips import Chip
-from ascendchat.config import UserError
 from ascendchat.config.train import StepConfig
 from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import Batch
 from ascendchat.device import Device
+from ascendchat.errors import UserError
 from ascendchat.nn.attention import Attention, Flash, choose
 from ascendchat.nn.documents import Documents, documents
 from ascendchat.nn.fp8 import Fp8Head, Fp8Ops

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.checkpoint import UNWRITTEN, Checkpoint, Damaged, read_file, to_continue, write_weights
-from ascendchat.config import UserError
 from ascendchat.config.finetune import FinetuneConfig, PreferenceOptions
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
 from ascendchat.data.chat.pairs import PairBatch, PairBatches
@@ -35,6 +34,7 @@ from ascendchat.data.mixture import absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.engine.padding import to_device
+from ascendchat.errors import UserError
 from ascendchat.files import flush, sha256, write_atomic
 from ascendchat.models.shape import HFShape
 from ascendchat.models.trained import HFSource
@@ -47,7 +47,7 @@ from ascendchat.runs.run import run_folder
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.schedule import Curve, finetuning_scale
 from ascendchat.sizes.shape import Shape
-from ascendchat.tasks import knows
+from ascendchat.tasks.named import knows
 from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
 from ascendchat.train.model import Learner
 from ascendchat.train.rows import RowStage, share_out

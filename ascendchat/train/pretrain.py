@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ascendchat.checkpoint import Checkpoint, to_continue
-from ascendchat.config import UserError, home
 from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data import toyworld
 from ascendchat.data.corpus import Corpus, TextRows, open_corpora, read_corpus_manifest
@@ -25,6 +24,7 @@ from ascendchat.data.prepare import TOYWORLD, prepare
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.data.verify import MANIFEST
 from ascendchat.engine.request import Sampling, prompt_room
+from ascendchat.errors import UserError, home
 from ascendchat.eval import core
 from ascendchat.eval.core import load_bundle
 from ascendchat.models.open import settings_of

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ascendchat.config import UserError
 from ascendchat.config.train import TrainConfig
 from ascendchat.data.corpus import Corpus
 from ascendchat.data.loader import MicroBatch, Prefetcher
@@ -24,6 +23,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Generator, Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
 from ascendchat.models.shape import HFShape

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ascendchat.checkpoint import Checkpoint
-from ascendchat.config import UserError
 from ascendchat.config.train import StepConfig, TrainConfig
 from ascendchat.device import pick
+from ascendchat.errors import UserError
 from ascendchat.models.open import settings_of
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context, joined

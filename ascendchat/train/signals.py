@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ascendchat.checkpoint import WRITING
-from ascendchat.launch.rank import ended
 from ascendchat.parallel import collectives
+from ascendchat.processes import ended
 from ascendchat.runs.run import Run, notice
 
 LAST = 10.0  # seconds for a checkpoint that is being written when another rank dies

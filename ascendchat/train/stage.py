@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from ascendchat.checkpoint import Checkpoint
-from ascendchat.nn.optim import Shard
+from ascendchat.checkpoint import Checkpoint, Shard
 
 SPIKE = 3.0  # nats above the running mean that stop a run
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
+from ascendchat.checkpoint import Checkpoint, Damaged, Shard, newest, verify
 from ascendchat.chips import Chip
-from ascendchat.config import UserError, home
 from ascendchat.config.train import STAGES, ChatTrainConfig, StageName, StepConfig
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.open import try_engine
+from ascendchat.errors import UserError, home
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.models.export import check_free, describe
 from ascendchat.models.folder import Folder, OpenedFolder, find, read_json, refuse_ours
@@ -27,7 +27,6 @@ from ascendchat.models.shape import HFShape
 from ascendchat.models.tokenizer import HFTokenizer
 from ascendchat.models.trained import BESIDE, HFSource, is_trained_hf, open_hf, open_trained, write_base
 from ascendchat.nn.attention import choose
-from ascendchat.nn.optim import Shard
 from ascendchat.parallel.context import Context
 from ascendchat.runs.run import checkpoints, run_folder
 from ascendchat.sizes.batch import largest_rows

@@ -15,7 +15,7 @@ import pytest
 import warm_process
 
 from ascendchat.cli import main
-from ascendchat.config import home
+from ascendchat.errors import home
 from ascendchat import processes
 from ascendchat.launch import supervise
 

@@ -14,7 +14,7 @@ from ranks import Host, run_ranks
 from ascendchat.parallel import collectives
 from ascendchat.checkpoint import Writer
 from ascendchat.checkpoint import newest
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.gpt import dense

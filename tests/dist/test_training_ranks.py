@@ -20,7 +20,7 @@ from ascendchat.checkpoint import newest
 from ascendchat.chips import Chip
 from ascendchat.chips import find
 from ascendchat.chips import this_cpu
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.config.train import USUAL_ROW
 from ascendchat.config.train import BaseConfig
 from ascendchat.nn import optim

@@ -26,7 +26,7 @@ from warm_process import Popen, ServerPopen, children
 
 from ascendchat.checkpoint import Writer
 from ascendchat.cli import main
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.runs.run import read_metrics

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 import hf_models
 from preference_runs import STEPS, config_of, train, write_pairs
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.nn.preference import Pairs, preference
 from ascendchat.processes import free_port
 from ascendchat.runs.run import checkpoints, read_metrics

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from stand_ins import write_stand_ins
 
 from ascendchat.cli import main
-from ascendchat.config import home
 from ascendchat.config.commands import SpeedrunConfig
 from ascendchat.data import toyworld
+from ascendchat.errors import home
 from ascendchat.speedrun import command as speedrun
 from ascendchat.speedrun.recipe import read_recipe, recipe_files
 

@@ -15,9 +15,9 @@ import torch
 from rl_runs import finish, kill_in, result, rows_of, run_here, transcripts, words
 from warm_process import ServerPopen
 
-from ascendchat.config import UserError
 from ascendchat.data.toyworld import work
 from ascendchat.data.toyworld.world import toy_world
+from ascendchat.errors import UserError
 from ascendchat.rl.invariant import batch_invariant
 from ascendchat.tasks.toy import ToyExam
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import cannsim
-from ascendchat.config import UserError
 from ascendchat.device import Device, describe, pick
 from ascendchat.device.accelerator import no_garbage_collection
 from ascendchat.device.env import NPU_TRAINING
+from ascendchat.errors import UserError
 
 pytestmark = pytest.mark.npu
 OnNpu = Callable[..., Any]

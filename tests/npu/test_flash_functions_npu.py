@@ -12,7 +12,7 @@ from flash_cases import check_cache, check_rows, check_sequences, definition
 
 import cannsim
 from ascendchat.compat import flash
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.nn import flash_attend
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

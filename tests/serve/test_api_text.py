@@ -11,7 +11,7 @@ import torch
 from running_server import RANDOM_CONTEXT as CONTEXT
 from running_server import Server, error_of, random_model
 
-from ascendchat import __version__
+from ascendchat.version import __version__
 
 pytestmark = pytest.mark.slow
 

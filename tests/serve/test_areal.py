@@ -12,9 +12,9 @@ from running_server import make, save, wait_until
 from server_process import KEY, ServerProcess
 
 from ascendchat.compat.areal import GenerationHyperparameters, ModelRequest, VLLMRemoteEngine, WeightUpdateMeta
-from ascendchat.config import UserError
 from ascendchat.device import pick
 from ascendchat.engine.request import Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 

@@ -17,8 +17,9 @@ from running_server import Server
 from ascendchat import cli
 from ascendchat.bench.http_client import Address, Lost, Reply, connect, first_key
 from ascendchat.bench.serve import Asker, Sample, arrivals, measured, model_of, percentile, run, send, table
-from ascendchat.config import UserError, parse
+from ascendchat.config import parse
 from ascendchat.config.serve import BenchServeConfig
+from ascendchat.errors import UserError
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

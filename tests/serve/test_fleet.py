@@ -13,9 +13,9 @@ import pytest
 from running_server import make, save
 from server_process import KEY, ServerProcess, wait_until
 
-from ascendchat.config import UserError
 from ascendchat.device import pick
 from ascendchat.engine.request import Completion, Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 from ascendchat.remote.client import Remote

@@ -20,7 +20,7 @@ from running_server import CHAT
 from ascendchat.config import parse
 from ascendchat.config.serve import ServeConfig
 from ascendchat.engine.request import Piece
-from ascendchat.serve import command, metrics
+from ascendchat.serve import command, counters
 from ascendchat.serve.guard import AccessLog, Guard, Keys, replay
 from ascendchat.serve.messages import Part
 
@@ -58,7 +58,7 @@ async def cut() -> Any:
 
 @app.post(CHAT)
 async def speak() -> Any:
-    metrics.Meter(3).part(Part(0, [Piece("text", "ab")], [1, 2], [], [], []))
+    counters.Meter(3).part(Part(0, [Piece("text", "ab")], [1, 2], [], [], []))
     return JSONResponse({})
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from running_server import CHAT, make, question, save, serving
 
-from ascendchat.config import UserError, parse
+from ascendchat.config import parse
 from ascendchat.config.serve import ServeConfig
+from ascendchat.errors import UserError
 from ascendchat.serve import command, guard
 
 FIRST, SECOND, THIRD = "first-key-0123456789", "second-key-0123456789", "third-key-0123456789"

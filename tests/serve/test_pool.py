@@ -18,8 +18,8 @@ import pytest
 import running_pool as real
 import running_server as served
 
-from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
+from ascendchat.errors import UserError
 from ascendchat.serve import pool as child
 from ascendchat.serve.messages import Open, Part
 from ascendchat.serve.pool import MOST_ATTEMPTS, Child, Failure, Pool, Process

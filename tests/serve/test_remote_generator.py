@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from running_server import endless, make, save, serving
 
-from ascendchat import tasks
 from ascendchat.config.generate import ChatConfig
 from ascendchat.data.chat.template import render_prompt
 from ascendchat.device import pick
@@ -28,6 +27,7 @@ from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 from ascendchat.remote.client import Remote
 from ascendchat.serve.terminal import Chat
+from ascendchat.tasks import named
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -171,7 +171,7 @@ def test_eval_chat_gives_the_same_tokens_over_http(remote: Remote) -> None:
     for generator in (local(make.model(3)), remote):
         recorder = Recorder(generator)
         asking = Examiner(TEXT, GeneratorChooser(recorder), recorder, 8, samples=2, temperature=0.8, max_rows=3)
-        outcome = examine(tasks.load("toy_fact_en"), asking)
+        outcome = examine(named.load("toy_fact_en"), asking)
         found.append((alike(recorder.answers), outcome.right, outcome.cropped))
     assert found[0] == found[1]
     assert len(found[0][0]) == 3 * 2

@@ -17,9 +17,9 @@ import running_server as served
 import torch
 from safetensors.torch import save, save_file
 
-from ascendchat.config import UserError
 from ascendchat.device import pick
 from ascendchat.engine.request import Completion
+from ascendchat.errors import UserError
 from ascendchat.nn.gpt import GPT
 from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import Failure, Pool

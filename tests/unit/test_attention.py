@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.nn import attention
 from ascendchat.nn.attention import (
     KERNELS,

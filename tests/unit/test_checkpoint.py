@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import save_file
 
 from ascendchat import checkpoint, files
-from ascendchat.checkpoint import Checkpoint, Damaged, Writer, newest, to_continue, verify
-from ascendchat.config import NotSaved, OutOfMemory, UserError
+from ascendchat.checkpoint import Checkpoint, Damaged, Shard, Writer, newest, to_continue, verify
+from ascendchat.config import NotSaved
+from ascendchat.errors import OutOfMemory, UserError
 from ascendchat.files import begin_sha256, check_folder, sha256, write_atomic
-from ascendchat.nn.optim import Shard
 from ascendchat.parallel.collectives import World
 from ascendchat.runs.run import checkpoints, earlier, notice, read_ahead, set_aside
 

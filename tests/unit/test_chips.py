@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ascendchat import chips
 from ascendchat.chips import CHIPS, GIB, KINDS, detected, find, unknown
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 
 
 @pytest.mark.parametrize(

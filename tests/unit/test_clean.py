@@ -20,10 +20,10 @@ import pytest
 from python_script import START
 
 from ascendchat.cli import main
-from ascendchat.config import home
 from ascendchat.device import smi
 from ascendchat.doctor import clean
 from ascendchat.doctor.clean import Leftover
+from ascendchat.errors import home
 
 SLEEP = "import time; print('up', flush=True); time.sleep(120)"
 # argv[1] is a file that stands for a device node

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat import __version__, cli
-from ascendchat.config import UserError, _flags, _plain
+from ascendchat import cli
+from ascendchat.config import _flags, _plain
+from ascendchat.errors import UserError
+from ascendchat.version import __version__
 
 ROOT = Path(__file__).parents[2]
 

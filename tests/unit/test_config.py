@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ascendchat.config import UserError, dump, home, load_yaml, option, parse, wants_help
+from ascendchat.config import dump, load_yaml, option, parse, wants_help
 from ascendchat.config.help import field_docs, help_page
+from ascendchat.errors import UserError, home
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.formats import conversations
 from ascendchat.data.chat.tables import entries
 from ascendchat.data.chat.template import canonical, text_of
 from ascendchat.data.chat.turns import message
 from ascendchat.data.read import Tally, file_documents, source_files
-from ascendchat.tasks import load
+from ascendchat.errors import UserError
+from ascendchat.tasks.named import load
 
 
 def write(folder: Path, rows: list[Any], name: str = "data.jsonl") -> Path:

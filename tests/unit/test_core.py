@@ -19,9 +19,9 @@ from core_reference import run as run_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat.config import UserError
 from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 from ascendchat.engine.padding import padded_length
+from ascendchat.errors import UserError
 from ascendchat.eval import core, scorer
 from ascendchat.eval.core import CoreTask, load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored, batches

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat.config import UserError
 from ascendchat.data.corpus import FORMAT, Corpus, TextRows, arrange, cut_anew, evaluation_rows, shuffled
 from ascendchat.data.prepare import write_shard
+from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 
 BOS = 0

@@ -18,12 +18,12 @@ import torch
 import warm_process
 
 from ascendchat.chips import CHIPS, find, unknown
-from ascendchat.config import UserError
 from ascendchat.device import DTYPES, Device, DeviceOptions, Scaling, choose_dtype, cuda, describe, pick
 from ascendchat.device.cpu import CPU
 from ascendchat.device.cuda import CUDA
 from ascendchat.device.env import look
 from ascendchat.device.npu import NPU
+from ascendchat.errors import UserError
 from ascendchat.sizes.memory import compute_dtype
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from ascendchat.chips import find
-from ascendchat.config import home
 from ascendchat.device import smi
 from ascendchat.doctor import checks, checks_npu, checks_system, probe
-from ascendchat.doctor.checks import Check, Machine
 from ascendchat.doctor.command import conclusion, plain_lines
+from ascendchat.doctor.machine import Check, Machine
 from ascendchat.doctor.probe import Probe
+from ascendchat.errors import home
 
 SAMPLES = Path(__file__).parent / "smi_samples"
 NO_TOOL = smi.Problem("npu-smi is not installed", "npu-smi", missing=True)

@@ -18,12 +18,12 @@ from warm_process import ServerPopen
 from warm_process import run as run_warm
 
 from ascendchat.cli import main
-from ascendchat.config import home
 from ascendchat.device import smi
 from ascendchat.device.env import AUTOLOAD, look
 from ascendchat.doctor import checks, collective, probe
-from ascendchat.doctor.checks import faults
+from ascendchat.doctor.machine import faults
 from ascendchat.doctor.watch import Cpu, device_rows, watch_devices
+from ascendchat.errors import home
 
 SAMPLES = Path(__file__).parent / "smi_samples"
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from test_gpt import build
 
-from ascendchat.config import UserError
 from ascendchat.config.train import BenchTrainConfig
 from ascendchat.data.loader import MicroBatch
 from ascendchat.device import pick
+from ascendchat.errors import UserError
 from ascendchat.eval.scorer import Example, ModelScorer
 from ascendchat.nn.attention import Attention, Eager, Flash, NpuFusion, Reference, Sdpa, flash
 from ascendchat.nn.documents import Documents, documents

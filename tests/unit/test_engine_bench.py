@@ -10,11 +10,12 @@ import pytest
 
 from ascendchat.bench import decode
 from ascendchat.bench.decode import read_bytes, run
-from ascendchat.config import UserError, parse
+from ascendchat.config import parse
 from ascendchat.config.generate import BenchDecodeConfig
 from ascendchat.device.accelerator import no_garbage_collection
 from ascendchat.engine.cache import Cache
 from ascendchat.engine.engine import Engine
+from ascendchat.errors import UserError
 from ascendchat.sizes.shape import Shape
 
 SMALL = ["--device-type", "cpu", "--depth", "1", "--vocab-size", "512", "--context", "32", "--prompt-tokens", "8"]

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ascendchat.chips import find
-from ascendchat.config import UserError
 from ascendchat.device import Device, DeviceOptions, pick
 from ascendchat.device.cuda import CUDA
 from ascendchat.device.npu import NPU
 from ascendchat.engine import cache
 from ascendchat.engine.cache import EIGHT_BITS, LARGEST, Cache, Narrowed, kept_dtype, narrowed
 from ascendchat.engine.engine import Completion, Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.nn.attention import Reference, Sdpa
 from ascendchat.sizes.shape import Shape
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ascendchat.config import UserError
 from ascendchat.device import env
 from ascendchat.device.env import (
     AUTOLOAD,
@@ -26,6 +25,7 @@ from ascendchat.device.env import (
     prepare_environment,
     without_own_settings,
 )
+from ascendchat.errors import UserError
 
 BARE = MachineFacts(torch_npu=False, cann=False, driver=False, nodes=(), nvidia=False)
 NPU = MachineFacts(torch_npu=True, cann=True, driver=True, nodes=("/dev/davinci0", "/dev/davinci1"), nvidia=False)

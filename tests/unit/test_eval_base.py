@@ -16,11 +16,11 @@ from core_reference import run as run_reference
 from test_core import CPU, KERNEL, Hashed, Letters, model, text_rows, write_bundle  # noqa: F401 (model is a fixture)
 
 from ascendchat.checkpoint import Writer
-from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.config.generate import EvalBaseConfig
 from ascendchat.data import prepare
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from ascendchat.errors import UserError, home
 from ascendchat.eval import core
 from ascendchat.eval.base import run
 from ascendchat.eval.bits import bits_per_byte

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat import cli
-from ascendchat.config import UserError
 from ascendchat.config.commands import ExplainConfig
 from ascendchat.doctor import explain as module
 from ascendchat.doctor.explain import explain, print_findings, run
 from ascendchat.doctor.explain_rules import all_rules
+from ascendchat.errors import UserError
 
 SAMPLES = Path(__file__).parent / "explain_samples"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.config import UserError
 from ascendchat.doctor.explain_rules import FOLDER, code, compiled, read_rules
+from ascendchat.errors import UserError
 
 GOOD = """\
 - id: disk-full

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ascendchat import cli
-from ascendchat.config import UserError
 from ascendchat.config.commands import ExplainConfig
 from ascendchat.doctor.explain import MOST, alike, ask, phrases, run, terms
 from ascendchat.doctor.explain_rules import all_rules
+from ascendchat.errors import UserError
 
 RULES = all_rules()[0]
 TOLD = [(rule.id, phrase) for rule in RULES for phrases in rule.symptoms.values() for phrase in phrases]

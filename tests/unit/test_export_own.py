@@ -19,7 +19,6 @@ from test_import_nanochat import STATE, VOCAB
 
 from ascendchat.checkpoint import Writer
 from ascendchat.cli import main
-from ascendchat.config import UserError, home
 from ascendchat.config.generate import ModelConfig
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.chat.template import render, render_prompt
@@ -27,6 +26,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for
 from ascendchat.engine.request import Request, Sampling
+from ascendchat.errors import UserError, home
 from ascendchat.models.export import describe, draft_of, export, export_adapter
 from ascendchat.models.open import Opened, open_model
 from ascendchat.nn.model import dense

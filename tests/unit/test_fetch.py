@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 from http_server import CHUNK, DATA, FAST, HASTY, Server, noise, serve
 
-from ascendchat.config import UserError, home
 from ascendchat.data import fetch as fetching
 from ascendchat.data.fetch import Policy, fetch, folder_of
 from ascendchat.data.fetch.download import Downloader, FileDownload, PartFile, Remote, Restarted, range_answer
 from ascendchat.data.fetch.http import Web, retry_after
+from ascendchat.errors import UserError, home
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from http_server import CHUNK, COMMIT, DATA, FAST, Server, noise, serve
 
-from ascendchat.config import UserError, home, parse
+from ascendchat.config import parse
 from ascendchat.config.data import DataFetchConfig
 from ascendchat.data.fetch import SETS, fetch, folder_of, request, run
 from ascendchat.data.fetch.request import fixed_folder
 from ascendchat.data.fetch.sources import find_set
+from ascendchat.errors import UserError, home
 
 
 @pytest.fixture

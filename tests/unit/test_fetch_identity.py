@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from http_server import DATA, FAST, Server, serve
 
-from ascendchat.config import UserError, home, parse
+from ascendchat.config import parse
 from ascendchat.config.data import DataFetchConfig
 from ascendchat.data import fetch as fetching
 from ascendchat.data.fetch import fetch, folder_of, request, run
 from ascendchat.data.fetch.http import redact, url_hash
 from ascendchat.data.fetch.sources import SETS, DataSource
-from ascendchat.tasks import load
+from ascendchat.errors import UserError, home
+from ascendchat.tasks.named import load
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 from http_server import CHUNK, FAST, Server, noise, serve
 
-from ascendchat.config import home
 from ascendchat.data.fetch import fetch, folder_of
 from ascendchat.data.fetch import lock as locking
 from ascendchat.data.fetch.lock import DownloadProgress, Lock
+from ascendchat.errors import home
 
 WORKERS = 4
 fork = multiprocessing.get_context("fork")  # cheap, and nothing here touches a device

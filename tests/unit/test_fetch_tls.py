@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from http_server import DATA, FAST, Server, serve
 
-from ascendchat.config import UserError
 from ascendchat.data.fetch import fetch
+from ascendchat.errors import UserError
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from http_server import DATA, FAST, Server, serve
 
-from ascendchat.config import UserError, home, parse
+from ascendchat.config import parse
 from ascendchat.config.data import DataVerifyConfig
 from ascendchat.data.fetch import fetch
 from ascendchat.data.verify import read_manifest, run, stored_folders, verify_folders
+from ascendchat.errors import UserError, home
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ import torch
 
 from ascendchat.checkpoint import newest
 from ascendchat.cli import main
-from ascendchat.config import NotSaved, UserError, home
+from ascendchat.config import NotSaved
 from ascendchat.data.mixture import Batches
+from ascendchat.errors import UserError, home
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.model import dense

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.config import UserError, parse
+from ascendchat.config import parse
 from ascendchat.config.finetune import NOT_USED, FinetuneConfig
+from ascendchat.errors import UserError
 from ascendchat.nn.preference import Weights
 from ascendchat.train.finetune import checked, lora_settings, run_name
 from ascendchat.train.preference import weights_of

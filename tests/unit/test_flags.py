@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from ascendchat import cli
-from ascendchat.config import UserError, convert, parse, spelling
+from ascendchat.config import convert, parse, spelling
 from ascendchat.config.help import Range
+from ascendchat.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BAD_NUMBERS = ("", " ", "none", "null", "abc", "true", "-1", "-5", "-0.5", "0", "0.5", "nan", "inf", "-inf", "1e999")

@@ -16,7 +16,7 @@ from flash_cases import check_cache, check_rows, check_sequences, definition, tu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ascendchat.compat import flash
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.nn import flash_attend
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))]

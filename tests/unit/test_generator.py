@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ascendchat.config import UserError
 from ascendchat.device import pick
+from ascendchat.errors import UserError
 from ascendchat.nn.attention import Sdpa
 from ascendchat.rl.source import InTurn
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ascendchat.cli import main
-from ascendchat.config import home
+from ascendchat.errors import home
 from ascendchat.runs.console import inert
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ascendchat.cli import main
-from ascendchat.config import UserError, home
+from ascendchat.errors import UserError, home
 from ascendchat.models.folder import find
 from ascendchat.models.import_transformers import library
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ascendchat.cli import main
-from ascendchat.config import UserError, home
+from ascendchat.errors import UserError, home
 from ascendchat.models.folder import OpenedFolder
 from ascendchat.models.lora import LoraSettings, adapter_weights, add_lora, load_adapter, merge, write_adapter
 from ascendchat.nn.attention import Reference

@@ -13,12 +13,12 @@ import hf_models
 import pytest
 import tokenizers
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.pairs import Pair, PairCounts, render_pair
 from ascendchat.data.chat.rows import ChatRows
 from ascendchat.data.chat.template import Counts, render, render_pieces, render_prompt
 from ascendchat.data.tokenizer import storage
 from ascendchat.engine.detokenize import TextStream
+from ascendchat.errors import UserError
 from ascendchat.models.tokenizer import HFTokenizer
 from ascendchat.serve import prompts
 from ascendchat.serve.protocol import ChatRequest

@@ -12,10 +12,10 @@ import pytest
 import torch
 from test_hf_engine import PROMPTS, engine, generated, greedy
 
-from ascendchat.config import UserError
 from ascendchat.engine.cache import Cache
 from ascendchat.engine.open import try_engine
 from ascendchat.engine.request import Request
+from ascendchat.errors import UserError
 from ascendchat.models.folder import OpenedFolder, find
 from ascendchat.models.trained import open_hf
 from ascendchat.nn.attention import KERNELS

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ascendchat.cli import COMMANDS
 from ascendchat.config import _flags
-from ascendchat.doctor.checks import faults
 from ascendchat.doctor.explain_rules import all_rules, answer
+from ascendchat.doctor.machine import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "ascendchat").rglob("*.py"))

@@ -13,9 +13,8 @@ import pytest
 import tiktoken
 import torch
 
-from ascendchat.checkpoint import newest
+from ascendchat.checkpoint import Shard, newest
 from ascendchat.cli import main
-from ascendchat.config import UserError, home
 from ascendchat.config.generate import ModelConfig
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.chat.template import Counts, render, render_pieces, render_prompt
@@ -23,10 +22,10 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for
 from ascendchat.engine.request import Request, Sampling
+from ascendchat.errors import UserError, home
 from ascendchat.models.nanochat import read_tokenizer
 from ascendchat.models.open import open_model
 from ascendchat.nn.model import dense
-from ascendchat.nn.optim import Shard
 from ascendchat.parallel.context import joined
 from ascendchat.serve.command import open_tokenizer
 from ascendchat.serve.worker import open_engine

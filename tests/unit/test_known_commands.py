@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from ascendchat.cli import COMMANDS
-from ascendchat.config import home, parse
+from ascendchat.config import parse
+from ascendchat.errors import home
 from scripts import nanochat
 
 ROOT = Path(__file__).resolve().parent.parent.parent

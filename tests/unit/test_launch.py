@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from ascendchat import processes
-from ascendchat.config import NotSaved, OutOfMemory, UserError, home, parse
+from ascendchat.config import NotSaved, parse
 from ascendchat.config.commands import LaunchConfig
+from ascendchat.errors import OutOfMemory, UserError, home
 from ascendchat.launch import agent, command, supervise
 from ascendchat.launch.supervise import AttemptResult
 

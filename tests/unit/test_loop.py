@@ -18,9 +18,9 @@ import torch
 from warm_process import Popen
 
 from ascendchat.checkpoint import Writer
-from ascendchat.config import UserError
 from ascendchat.config.train import BaseConfig
 from ascendchat.device import Device, pick
+from ascendchat.errors import UserError
 from ascendchat.nn.optim import Group, MuonAdamW
 from ascendchat.parallel.collectives import World
 from ascendchat.runs.run import Run, checkpoints, open_run, read_metrics

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_corpus import LENGTHS, corpus_of
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.dataset_info import listed_data
 from ascendchat.data.corpus import TextRows, open_corpora
 from ascendchat.data.mixture import (
@@ -25,6 +24,7 @@ from ascendchat.data.mixture import (
     parse_mixture,
     write_mixture,
 )
+from ascendchat.errors import UserError
 
 
 def test_an_entry_is_a_name_with_or_without_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

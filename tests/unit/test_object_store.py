@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from test_corpus import numbered, store
 
-from ascendchat.config import UserError
 from ascendchat.data import object_store
 from ascendchat.data.corpus import Corpus, TextRows, open_corpora
 from ascendchat.data.object_store import Cache, Store
+from ascendchat.errors import UserError
 from ascendchat.files import check_folder
 
 URL = "memory://bucket/words"

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ascendchat.checkpoint import Shard
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
-from ascendchat.nn.optim import Bucket, Group, MuonAdamW, Shard, groups, muon_groups
+from ascendchat.nn.optim import Bucket, Group, MuonAdamW, groups, muon_groups
 from ascendchat.nn.updates import EPS, adamw_update, muon_update, muon_update_in_few_launches, orthogonalise
 from ascendchat.parallel import collectives
 from ascendchat.sizes.schedule import rates

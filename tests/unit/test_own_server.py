@@ -13,9 +13,9 @@ import pytest
 import torch
 from warm_process import Popen
 
-from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.device import pick
+from ascendchat.errors import UserError
 from ascendchat.parallel.collectives import World
 from ascendchat.parallel.context import Context
 from ascendchat.remote import fleet

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chat import TOKENIZER, exchange
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.rows import ChatRows, best_fit
 from ascendchat.data.chat.template import Counts, Rendered, render
 from ascendchat.data.mixture import Batches
+from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 
 PAD = TOKENIZER.specials["<|pad|>"]

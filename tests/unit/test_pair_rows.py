@@ -11,11 +11,11 @@ import hf_models
 import numpy as np
 import pytest
 
-from ascendchat.config import UserError
 from ascendchat.data.chat import pairs as pair_rows
 from ascendchat.data.chat.pairs import Pair, PairBatches, PairCounts, PairRows, pack_pairs, render_pair
 from ascendchat.data.chat.template import Encoder, Message, Rendered, render, render_prompt
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 from ascendchat.tasks.pairs import open_pair_mixture
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.formats import conversations
 from ascendchat.data.chat.pairs import Pair, pairs
+from ascendchat.errors import UserError
 from ascendchat.train.preference import Reference
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from ascendchat.chips import find
-from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.config.train import BaseConfig, ChatTrainConfig, MidConfig, TrainConfig
 from ascendchat.device import pick
+from ascendchat.errors import UserError
 from ascendchat.nn.updates import orthogonalise
 from ascendchat.plan.goals import train_plan
 from ascendchat.sizes.batch import (

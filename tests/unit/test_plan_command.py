@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.chips import find
-from ascendchat.config import UserError, parse
+from ascendchat.config import parse
 from ascendchat.config.commands import PlanConfig
+from ascendchat.errors import UserError
 from ascendchat.plan import command as plan
 from ascendchat.plan.command import flags as flags_text
 from ascendchat.plan.command import suggestions

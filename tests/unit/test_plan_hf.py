@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ascendchat.chips import GIB, find
-from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
+from ascendchat.errors import UserError
 from ascendchat.plan.command import DoesNotFit, make
 from ascendchat.sizes.hf import finetuning, from_config, read_config
 from ascendchat.sizes.memory import allocated, usable

@@ -11,8 +11,8 @@ import pytest
 
 from ascendchat.chips import find, this_cpu
 from ascendchat.cli import main
-from ascendchat.config import home
 from ascendchat.config.commands import PlanConfig
+from ascendchat.errors import home
 from ascendchat.plan.goals import checkpoint_bytes, lost, train_plan
 from ascendchat.plan.show import plan_text
 from ascendchat.sizes.batch import COLLECTIVES, Fabric, Split, duration, exchange_seconds

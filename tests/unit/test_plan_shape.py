@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
 from ascendchat.config.generate import BenchDecodeConfig
 from ascendchat.config.train import BaseConfig, BenchTrainConfig
+from ascendchat.errors import UserError
 from ascendchat.sizes.batch import batch_for, horizon
 from ascendchat.sizes.shape import Formulas, Shape
 

@@ -11,10 +11,10 @@ import torch
 from engine_models import model, tokenizer
 from torch import Tensor
 
-from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.device import pick
 from ascendchat.engine.request import Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import choose
 from ascendchat.nn.logprobs import Drawn
@@ -23,7 +23,7 @@ from ascendchat.rl.grpo import PRESETS, Method
 from ascendchat.rl.invariant import batch_invariant
 from ascendchat.rl.rollout import Group, Question, TokenRows, pack
 from ascendchat.rl.stage import PolicyBatch, PolicyLoss, method_of
-from ascendchat.tasks import Task
+from ascendchat.tasks.base import Task
 from ascendchat.train.model import Learner
 
 CPU = pick("cpu")

@@ -22,7 +22,7 @@ import pytest
 import warm_process
 
 from ascendchat import cli
-from ascendchat.config import UserError, parse
+from ascendchat.config import parse
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data import toyworld
 from ascendchat.data.corpus import Corpus, open_corpora
@@ -32,6 +32,7 @@ from ascendchat.data.prepare import dtype_for, is_validation, prepare, run
 from ascendchat.data.tokenizer.commands import texts_of
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.data.verify import verify_folders
+from ascendchat.errors import UserError
 
 
 def texts(count: int, seed: int = 0) -> list[str]:

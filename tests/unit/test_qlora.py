@@ -19,8 +19,9 @@ from test_finetune import LAYERS, LENGTH, STEPS, TOKENS, logits_of, our_losses, 
 from ascendchat.checkpoint import newest
 from ascendchat.chips import find
 from ascendchat.cli import main
-from ascendchat.config import UserError, home, parse
+from ascendchat.config import parse
 from ascendchat.config.finetune import FinetuneConfig
+from ascendchat.errors import UserError, home
 from ascendchat.models.lora import LoraSettings, add_lora
 from ascendchat.models.quantize import check_packing, pack, packed_bytes
 from ascendchat.nn.attention import KERNELS

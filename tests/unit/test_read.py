@@ -17,8 +17,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from ascendchat.config import UserError
 from ascendchat.data.read import TXT_PIECE, Tally, file_documents, read_documents, source_files
+from ascendchat.errors import UserError
 
 TEXTS = ["One.", "二号文件。\nsecond line", 'three, with "quotes" and \ttab', "四 emoji 🌍", "x" * 70_000]
 PACK = {

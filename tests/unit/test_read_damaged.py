@@ -17,9 +17,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.formats import conversations
 from ascendchat.data.read import read_documents
+from ascendchat.errors import UserError
 from ascendchat.eval.core import load_bundle
 from ascendchat.tasks.files import SPLIT, set_rows
 

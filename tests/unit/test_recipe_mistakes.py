@@ -14,8 +14,8 @@ from test_recipes import STAGES, Calls, own
 
 from ascendchat import cli
 from ascendchat.chips import find
-from ascendchat.config import UserError
 from ascendchat.config.commands import SpeedrunConfig
+from ascendchat.errors import UserError
 from ascendchat.speedrun import command as speedrun
 from ascendchat.speedrun import ledger
 from ascendchat.speedrun.forecast import forecasts

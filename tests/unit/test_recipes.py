@@ -19,7 +19,7 @@ from stand_ins import write_stand_ins
 
 from ascendchat import cli
 from ascendchat.chips import find
-from ascendchat.config import UserError, home, load_yaml, parse
+from ascendchat.config import load_yaml, parse
 from ascendchat.config.commands import PlanConfig, SpeedrunConfig
 from ascendchat.config.train import PUBLISHED
 from ascendchat.data.chat.template import has_reply
@@ -27,6 +27,7 @@ from ascendchat.data.fetch import fetch, folder_of
 from ascendchat.data.fetch.sources import SETS
 from ascendchat.data.mixture import parse_entry
 from ascendchat.data.read import read_documents
+from ascendchat.errors import UserError, home
 from ascendchat.eval.chat import chosen_tasks
 from ascendchat.eval.core import load_bundle
 from ascendchat.plan.goals import train_plan
@@ -35,7 +36,7 @@ from ascendchat.speedrun import command as speedrun
 from ascendchat.speedrun.forecast import forecasts
 from ascendchat.speedrun.recipe import Recipe, place, recipe_files
 from ascendchat.speedrun.screen import Screen, seconds_left
-from ascendchat.tasks import load
+from ascendchat.tasks.named import load
 
 WANTED = """tiny-cpu d12-910b-8 d20-910b-8 d26-910b-8 d12-910b-4 d20-h100-8 d12-h200-1 zh-d12-h200-1 zh-d20-910b-8
     qwen-sft-910b-8 qwen-grpo-910b-8 310p-serve rl-npu""".split()

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ascendchat.config import UserError, home, parse
+from ascendchat.config import parse
+from ascendchat.errors import UserError, home
 from ascendchat.runs import run as record
 from ascendchat.runs.console import Smooth, eta, speed
 from ascendchat.runs.run import open_run, read_facts, read_metrics, run_folder

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.runs.run import open_run, read_metrics
 from ascendchat.runs.trackers import SINKS, check_track, numbers
 

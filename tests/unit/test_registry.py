@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from ascendchat.config import UserError, home
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.chat.dataset_info import INFO, listed_data
 from ascendchat.data.chat.formats import conversations
 from ascendchat.data.chat.pairs import Pair
 from ascendchat.data.chat.tables import TABLE_TYPES, Allowance
-from ascendchat.tasks import knows, load
+from ascendchat.errors import UserError, home
+from ascendchat.tasks.named import knows, load
 from ascendchat.tasks.pairs import read_pairs
 from ascendchat.train.finetune import located
 

@@ -17,8 +17,8 @@ from typing import Any
 import engine_models as make
 import pytest
 
-from ascendchat.config import UserError
 from ascendchat.engine.request import Grammar, Piece, Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.remote.client import Remote
 from ascendchat.remote.completions import Forced
 from ascendchat.remote.weights import checksum

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ascendchat.cli import main
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.report.command import Watched, server
 from ascendchat.report.content import Plot, Section, Table, content, half_band, spread
 from ascendchat.report.gather import gather, newest_run, same_but_seed, same_settings

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import warm_process
 
-from ascendchat.config import UserError, home
 from ascendchat.config.commands import PlanConfig
+from ascendchat.errors import UserError, home
 from ascendchat.runs.results import NewResults, best_results, results_file, run_of, stage_results
 from ascendchat.runs.run import open_run, run_folder
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.rl import rewards
 from ascendchat.rl.questions import QuestionFile
 from ascendchat.rl.rewards import Asked, Judge, row_of
-from ascendchat.tasks import load
+from ascendchat.tasks.named import load
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.rl.rewards import Asked, Judge, Verdict, row_of
 from ascendchat.sandbox import pool
 from ascendchat.sandbox.process import checked
-from ascendchat.tasks import load
+from ascendchat.tasks.named import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMS = load("toy_arithmetic_en", "train")

@@ -19,7 +19,7 @@ from ascendchat.rl.command import BUSY_TOKENS, batch_rows, engine_of, readout_of
 from ascendchat.rl.rollout import Group, Question, TokenRows, pack
 from ascendchat.sizes.memory import caches, training, usable
 from ascendchat.sizes.shape import Shape
-from ascendchat.tasks import load
+from ascendchat.tasks.named import load
 from ascendchat.train.model import Learner
 
 T, PAD = 16, 0

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from python_script import START
 
-from ascendchat.config import UserError, parse
+from ascendchat.config import parse
 from ascendchat.config.rl import RlConfig, RolloutServerConfig, merged, vllm_settings
+from ascendchat.errors import UserError
 from ascendchat.processes import free_port
 from ascendchat.remote.vllm_server import Asked, Installed, device_flags, first_problem, numbers, variables
 

@@ -18,7 +18,7 @@ import torch
 from ascendchat.cli import main
 from ascendchat.device import pick
 from ascendchat.doctor import selftest, selftest_operators, selftest_runs
-from ascendchat.doctor.selftest import Settings, Verdict
+from ascendchat.doctor.selftest_case import Settings, Verdict
 from ascendchat.doctor.selftest_device import perform
 from ascendchat.doctor.selftest_operators import Bench, Wrong
 

@@ -12,12 +12,12 @@ import pytest
 from test_doctor import atlas, laptop, put
 
 from ascendchat import cli
-from ascendchat.config import UserError
 from ascendchat.config.commands import SetupConfig
 from ascendchat.device import smi
 from ascendchat.device.cann import install_line
 from ascendchat.doctor import setup
-from ascendchat.doctor.checks import Machine
+from ascendchat.doctor.machine import Machine
+from ascendchat.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN_NPU = "pip install -e '.[npu]'"

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from test_recipes import Calls
 
-from ascendchat.config import UserError, home
 from ascendchat.config.commands import SpeedrunConfig
 from ascendchat.config.serve import ServeConfig
+from ascendchat.errors import UserError, home
 from ascendchat.processes import is_free
 from ascendchat.runs.results import NewResults
 from ascendchat.runs.run import run_folder

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascendchat import sandbox, tasks
-from ascendchat.config import UserError
+from ascendchat import sandbox
 from ascendchat.data import read
 from ascendchat.data.chat import formats, pairs, tables
 from ascendchat.data.chat.template import render_choice, text_of
 from ascendchat.data.fetch import fetch
+from ascendchat.errors import UserError
 from ascendchat.rl import rewards
+from ascendchat.tasks import named as tasks
 from ascendchat.tasks.dialog import Stored
 from ascendchat.tasks.files import SPLIT, belongs
 from ascendchat.tasks.gsm8k import FINAL, final_number

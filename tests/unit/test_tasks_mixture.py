@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ascendchat import tasks
-from ascendchat.config import UserError
 from ascendchat.data import toyworld
 from ascendchat.data.chat.rows import ChatRows
 from ascendchat.data.chat.template import Conversation, Counts
@@ -20,6 +18,8 @@ from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.mixture import write_mixture
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from ascendchat.errors import UserError
+from ascendchat.tasks import named as tasks
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.mixture import VALIDATION, ChatMixture, default_data, open_chat_mixture, overlap_finder
 from ascendchat.tasks.overlap import report_overlaps

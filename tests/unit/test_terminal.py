@@ -24,10 +24,11 @@ import torch
 
 from ascendchat import cli, files
 from ascendchat.checkpoint import Writer
-from ascendchat.config import UserError, home, parse
+from ascendchat.config import parse
 from ascendchat.config.generate import ChatConfig
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for
+from ascendchat.errors import UserError, home
 from ascendchat.models.open import Opened, open_model
 from ascendchat.parallel.collectives import World
 from ascendchat.parallel.context import Context

@@ -16,10 +16,10 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat.config import UserError
 from ascendchat.data.tokenizer import learn
 from ascendchat.data.tokenizer.learn import PATTERN, learn_with_tokenizers, merges_of
 from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer, train_tokenizer
+from ascendchat.errors import UserError
 
 ENGLISH = "The quick brown fox doesn't jump over 1234 lazy dogs; it's the foxes' day off.\n\n    return x_1 + 2\n"
 CHINESE = "北京是中华人民共和国的首都，也是全国的政治中心。他说：“今天天气很好！”2024年有366天。\n"

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.config import UserError, parse
+from ascendchat.config import parse
 from ascendchat.config.data import TokenizerTrainConfig
 from ascendchat.data.tokenizer import commands
 from ascendchat.data.tokenizer.commands import chosen_size, count_bytes, texts_of, train_command
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, vocab_for
+from ascendchat.errors import UserError
 
 OUT = Path("nowhere")  # nothing lies in the folder to write
 BORDER = 2**21  # bytes from which 2,048 ids are nearer than 1,024

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.config import UserError, home, parse
+from ascendchat.config import parse
 from ascendchat.config.data import TokenizerEvalConfig, TokenizerTrainConfig
 from ascendchat.data.tokenizer.commands import eval_command, first_chars, mixed, train_command
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from ascendchat.errors import UserError, home
 
 FILES = ["bpe.json", "tokenizer.json", "tokenizer_config.json"]
 TEXTS = [f"number {i} is {i * 7} and 第{i}个数字是{i * 7}。\n" for i in range(300)]

@@ -17,8 +17,8 @@ import hf_models
 import pytest
 import tokenizers
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.template import Counts, render, render_pieces
+from ascendchat.errors import UserError
 from ascendchat.models.tokenizer import HFTokenizer
 
 FOLDER = Path(os.environ.get("ASCENDCHAT_TEST_CLIENTS", "")) / "trl" / "trl" / "chat_templates"

@@ -10,8 +10,8 @@ import engine_models as make
 import pytest
 from vllm_stand_in import LONG, TEXT, StandIn, ask, bodies, local, opened, scorer_of, until
 
-from ascendchat.config import UserError
 from ascendchat.engine.request import Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.remote.vllm import VllmServer, version_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

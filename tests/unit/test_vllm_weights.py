@@ -11,8 +11,8 @@ import pytest
 import torch
 from vllm_stand_in import LONG, TEXT, StandIn, ask, bodies, local, opened, scorer_of, until
 
-from ascendchat.config import UserError
 from ascendchat.engine.request import Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.nn.gpt import GPT
 from ascendchat.remote.client import WeightsLost
 from ascendchat.remote.fleet import Fleet

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from engine_models import calculator_script, engine, model, scripted, tokenizer
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.template import render_prompt
 from ascendchat.device import pick
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Completion, Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 from ascendchat.rl.episode import TRY_AGAIN
 from ascendchat.rl.questions import QuestionFile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.parallel.world import (
     SchedulerJob,
     World,

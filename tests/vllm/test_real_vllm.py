@@ -12,8 +12,8 @@ import pytest
 import torch
 from real_vllm import PYTHON, Served, open_qwen2, qwen2, scorer_of
 
-from ascendchat.config import UserError
 from ascendchat.engine.request import Completion, Request, Sampling
+from ascendchat.errors import UserError
 from ascendchat.remote import vllm
 from ascendchat.remote.client import Remote, WeightsLost
 from ascendchat.remote.vllm import VllmServer

@@ -8,7 +8,7 @@ import pytest
 from real_vllm import PYTHON, Served, open_qwen2, qwen2, scorer_of
 
 from ascendchat.cli import main
-from ascendchat.config import home
+from ascendchat.errors import home
 from ascendchat.remote.client import Remote
 from ascendchat.remote.vllm import VllmServer
 from ascendchat.remote.weights import gap

@@ -21,12 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError, nearest
 from ascendchat.data.chat.tables import TableRow
 from ascendchat.data.chat.turns import CALLS, LEARNT, THOUGHTS, unpacked
 from ascendchat.data.fetch import SETS, folder_of
 from ascendchat.data.mixture import entry_text, parse_entry
 from ascendchat.data.read import PACKED, format_of
+from ascendchat.errors import UserError, nearest
 
 INFO = "dataset_info.json"
 USUAL_DIR = "data"  # where LLaMA-Factory looks for it

@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.pairs import talk_of
 from ascendchat.data.chat.tables import Allowance, TableRow, Watched, check_table, read_rows, unused_line
 from ascendchat.data.chat.template import LETTERS, Conversation, Part, render_choice
@@ -52,6 +51,7 @@ from ascendchat.data.chat.turns import (
     spoken,
     turns,
 )
+from ascendchat.errors import UserError
 from ascendchat.runs.console import inert
 
 TURN = re.compile(r"###\s*(Human|Assistant|User|System)\s*:", re.IGNORECASE)

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.rows import EPOCHS, ORDER, WINDOW
 from ascendchat.data.chat.tables import Allowance, TableRow, Watched, check_table, read_rows, unused_line
 from ascendchat.data.chat.template import (
@@ -51,6 +50,7 @@ from ascendchat.data.chat.turns import asked, checked, history, message, opened,
 from ascendchat.data.corpus import shuffled
 from ascendchat.data.mixture import Batch, Batches
 from ascendchat.data.read import MAX_BROKEN
+from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 from ascendchat.runs.console import inert
 

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ascendchat.config import UserError
 from ascendchat.data.chat.template import Conversation, Counts, Encoder, Rendered, render_pieces
 from ascendchat.data.corpus import shuffled
+from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 
 WINDOW = 4096  # conversations packed together: enough to fill rows, few enough that long and short ones stay mixed

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
-from ascendchat.config import UserError
 from ascendchat.data import read
 from ascendchat.data.read import BETWEEN, BINARY, LINES, cells, format_of, record_batches, table_lines, unpack
+from ascendchat.errors import UserError
 from ascendchat.runs.console import inert
 
 TableRow = dict[str, Any]

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from ascendchat.config import UserError
 from ascendchat.data.read import too_many
+from ascendchat.errors import UserError
 
 Message = dict[str, Any]
 Conversation = list[Message]

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError, home
 from ascendchat.config.data import DataFetchConfig
 from ascendchat.data.fetch import request as hubs
 from ascendchat.data.fetch.download import Remote, digests, disk_error, download
@@ -31,6 +30,7 @@ from ascendchat.data.fetch.lock import DownloadProgress, Lock, notify, readable_
 from ascendchat.data.fetch.request import HUBS, FetchRequest, endpoints, missing_files, remote_files
 from ascendchat.data.fetch.sources import SETS, DataSet, DataSource, find_set
 from ascendchat.data.verify import read_manifest, verify_folders, write_manifest
+from ascendchat.errors import UserError, home
 
 __all__ = ["SETS", "Policy", "fetch", "folder_of", "run"]
 

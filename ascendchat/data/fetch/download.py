@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ascendchat.config import UserError
 from ascendchat.data.fetch.http import Retry, SourceFailed, Web, redact, version
+from ascendchat.errors import UserError
 from ascendchat.files import flush
 
 

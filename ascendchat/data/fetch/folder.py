@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError
 from ascendchat.data.fetch.download import PIECE, disk_error, not_data
 from ascendchat.data.fetch.lock import notify
 from ascendchat.data.fetch.request import FetchRequest, matches
 from ascendchat.data.fetch.sources import ALSO, SETS, DataSet
 from ascendchat.data.read import files_in
 from ascendchat.data.verify import read_manifest, write_manifest
+from ascendchat.errors import UserError
 from ascendchat.files import sha256
 
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from ascendchat import __version__
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
+from ascendchat.version import __version__
 
 if TYPE_CHECKING:
     import httpx

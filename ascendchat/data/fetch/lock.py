@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ascendchat.config import UserError
 from ascendchat.data.fetch.http import redact
+from ascendchat.errors import UserError
 from ascendchat.runs.console import clock, is_live
 
 if TYPE_CHECKING:

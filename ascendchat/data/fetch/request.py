@@ -18,11 +18,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
-from ascendchat.config import home
 from ascendchat.config.data import HUGGING_FACE, MIRROR
 from ascendchat.data.fetch.download import Remote
 from ascendchat.data.fetch.http import SourceFailed, Web, redact
 from ascendchat.data.fetch.sources import SETS, DataSet, DataSource, find_set
+from ascendchat.errors import home
 
 HUBS = ("hf", "modelscope", "http")
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from ascendchat.config import UserError, load_yaml, nearest
+from ascendchat.config import load_yaml
 from ascendchat.data.fetch.http import redact, url_hash
+from ascendchat.errors import UserError, nearest
 
 
 @dataclass(frozen=True)

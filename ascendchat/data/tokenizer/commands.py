@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ascendchat.config import UserError, home
 from ascendchat.data.read import format_of, read_documents, source_files, unpack
 from ascendchat.data.tokenizer.learn import ENOUGH_BYTES, MOST_VOCAB, vocab_for
+from ascendchat.errors import UserError, home
 from ascendchat.files import check_folder
 
 if TYPE_CHECKING:

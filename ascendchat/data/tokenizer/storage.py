@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError
 from ascendchat.data.verify import MANIFEST
+from ascendchat.errors import UserError
 from ascendchat.files import write_atomic
 
 OWN = "bpe.json"

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from ascendchat.config import UserError
 from ascendchat.data.tokenizer import storage
 from ascendchat.data.tokenizer.learn import LONGEST_RUN, MOST_VOCAB, PATTERN, learn, segments, vocab_for
+from ascendchat.errors import UserError
 
 __all__ = ["PATTERN", "SPECIALS", "Tokenizer", "train_tokenizer", "vocab_for"]
 

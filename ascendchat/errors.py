@@ -1,0 +1,39 @@
+"""What a user did wrong, said in a sentence with the next step; and where everything is kept."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+MOST_NAMED = 200  # of more names than that only the first are shown: a sentence, not a screen
+
+
+MOST_SHOWN = 20
+
+
+class UserError(Exception):
+    """Something the user can mend: one clear sentence and the next step. The command line exits with `status`."""
+
+    status = 2
+
+
+class OutOfMemory(UserError):
+    """The device's memory ran out, and only a new process can go on: `ascendchat launch` starts one that takes less."""
+
+    status = 71  # EX_OSERR of sysexits.h
+
+
+def home() -> Path:
+    """Where data, tokenizers and runs live: $ASCENDCHAT_HOME, by default ~/.cache/ascendchat."""
+    return Path(os.environ.get("ASCENDCHAT_HOME") or "~/.cache/ascendchat").expanduser().absolute()
+
+
+def nearest(word: str, choices: list[str]) -> str:
+    """The sentence that names the nearest valid choice, and all of them when they are few or nothing is near."""
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    shown = [*choices[:MOST_SHOWN], "..."] if len(choices) > MOST_NAMED else choices
+    every = f"choose from: {', '.join(shown)}"
+    if not close:
+        return every
+    return f"did you mean {close[0]}? ({every})" if len(choices) <= 6 else f"did you mean {close[0]}?"
