@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def preload(argv: list[str]) -> None:
-    """Import what `ascendchat ARGV` will import, in the environment of its device; touch no device. launch/forkserver.py"""
+    """Import what `ascendchat ARGV` will import, in the environment of its device; touch no device.
+    launch/forkserver.py"""
     from ascendchat.cli import preload as of_command
 
     of_command(argv)

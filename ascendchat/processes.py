@@ -95,10 +95,10 @@ def split_address(text: str) -> tuple[str, int]:
 
 # Runs a command that must not outlive who started it: `python -m ascendchat.processes COMMAND ...`.
 #
-# When its standard input is closed, or its parent is gone (`kill -9` of a trainer closes nothing that a fork of it still
-# holds), the command gets SIGTERM, and SIGKILL if it has not ended after a while. Signals are passed on; the exit status
-# is that of the command, 128 + n when signal n ended it. Unlike a parent-death signal this does not depend on the thread
-# that made the process. Standard library only, to start fast.
+# When its standard input is closed, or its parent is gone (`kill -9` of a trainer closes nothing that a fork of it
+# still holds), the command gets SIGTERM, and SIGKILL if it has not ended after a while. Signals are passed on; the exit
+# status is that of the command, 128 + n when signal n ended it. Unlike a parent-death signal this does not depend on
+# the thread that made the process. Standard library only, to start fast.
 
 GRACE = 15.0  # seconds to end in order
 LOOK = 1.0  # seconds between two looks at the parent

@@ -273,8 +273,8 @@ def evaluation_rows(corpus: Corpus, seq_len: int) -> Iterator[tuple[NDArray[np.i
 #    documents of the first few rows become filler too;
 # 4. filler that is left makes rows of its own; only the last of them can lack tokens, and gets padding;
 # 5. rows are put in random order.
-# A row ends inside a document at most once, exactly as when documents are simply concatenated, so no more context is lost
-# than by concatenation, and all rows of kinds 2 (the first of a document) and 3 begin with a document.
+# A row ends inside a document at most once, exactly as when documents are simply concatenated, so no more context is
+# lost than by concatenation, and all rows of kinds 2 (the first of a document) and 3 begin with a document.
 
 Int64s = NDArray[np.int64]
 PADDING = -1  # the position of a segment that is no text

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 # The files that `ascendchat data prepare` writes: one part of a source -> one shard per split and a record of it.
 #
 # The files of a part are written under other names and renamed; then `progress/SOURCE-PART.json` records them. When all
-# parts of a source are there, `progress/SOURCE.json` says how many. Names and bytes depend only on the source's content,
-# the tokenizer and the settings, so a part that has its record is never made again.
+# parts of a source are there, `progress/SOURCE.json` says how many. Names and bytes depend only on the source's
+# content, the tokenizer and the settings, so a part that has its record is never made again.
 
 PART = 16 << 20  # characters of text per shard
 

@@ -312,9 +312,9 @@ def announce(
 # Environment variables that cost something and help nothing: `harmful_settings(os.environ)` lists those that are set.
 #
 # `ascendchat doctor` and every start on an NPU report them with their cost, in English and Chinese. They are never
-# changed: the user may have a reason. The list is harmful_env.json, read once. A rule applies to one of its `values`, to
-# numbers that are `at_least` so large, to what the named `check` below says, or else to any value. The kinds: "slow",
-# "memory", "hides faults", "breaks", "no effect", "does not exist".
+# changed: the user may have a reason. The list is harmful_env.json, read once. A rule applies to one of its `values`,
+# to numbers that are `at_least` so large, to what the named `check` below says, or else to any value. The kinds:
+# "slow", "memory", "hides faults", "breaks", "no effect", "does not exist".
 
 Environ = Mapping[str, str]
 

@@ -6,8 +6,8 @@
     job = engine.add(request); engine.step()                                      # or step by step, as the bench does
 
 The Generator (request.py) of a model in this process. decode.py is what runs on the device; this file is the host's
-side: who is in which slot, what each sampled token means, calculator calls, endings. engine.py is one request on its way,
-grammar.py what a row with a grammar may say next.
+side: who is in which slot, what each sampled token means, calculator calls, endings. engine.py is one request on its
+way, grammar.py what a row with a grammar may say next.
 
 The host reads results one step late where the device works on its own: while it looks at the tokens of step n, step
 n + 1 runs. A row that turns out to be over has then run one step too many, which nobody sees. A row with a grammar
@@ -414,8 +414,8 @@ class Engine:
 #
 #     gather()          # before each step
 #
-# What a row has moves with it, on the device and on the host, and its answer changes no more than with other neighbours.
-# What the freed slot kept for later prompts goes the other way.
+# What a row has moves with it, on the device and on the host, and its answer changes no more than with other
+# neighbours. What the freed slot kept for later prompts goes the other way.
 
 LEAST = 16  # rows that a step must run: fewer take hardly less time
 # Guesses, not timed on a card: steps in a row that half as many rows would do for, since moving takes as long as a few;

@@ -5,9 +5,10 @@
 
 What costs in a step is the time between kernels, and the reading of weights and cache; there is hardly anything to
 compute. So everything around the matrix products is in as few kernels as its dependences allow. The new token's way
-through a layer, in seven launches (nn/triton_decoding.py, nn/triton_decoding.py); with FEW rows a product is a sum over the
-weights, which fuses with what stands before it, and there are five (nn/triton_decoding.py). Each kernel of ours reads or
-fetches its weights before it waits for the one before; beyond some size the library's products are faster all the same:
+through a layer, in seven launches (nn/triton_decoding.py, nn/triton_decoding.py); with FEW rows a product is a sum over
+the weights, which fuses with what stands before it, and there are five (nn/triton_decoding.py). Each kernel of ours
+reads or fetches its weights before it waits for the one before; beyond some size the library's products are faster all
+the same:
 
     norm      of the mixed stream; gates of the value embedding          } project
     (product with `qkv`)                                                 }

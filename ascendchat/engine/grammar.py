@@ -9,8 +9,8 @@ engine.py asks before every choice of a row whose Sampling has a grammar. A serv
 its front, too: a bad grammar is then refused before it stands in a queue.
 
 A grammar comes from a stranger, and llguidance can be killed by one (a chain of a few thousand references overflows the
-stack; "multipleOf": 100000007 runs for minutes). So each new text is compiled in a process of its own first (grammar.py).
-While masks are computed its own limits hold; an answer that reaches one is cut short.
+stack; "multipleOf": 100000007 runs for minutes). So each new text is compiled in a process of its own first
+(grammar.py). While masks are computed its own limits hold; an answer that reaches one is cut short.
 
 Cost, 16 rows of the toy world's model (depth 4, 128 wide, 1,536 ids) on one CPU core: a step of 15.3 ms takes 0.7 ms
 (4 %) more, of which 0.2 to 0.4 ms are the masks. llguidance's executor with two threads was no faster on two busy cores
@@ -361,12 +361,13 @@ def only(row: np.ndarray, token: int) -> None:
 #     trial = Trial(tokenizer)
 #     trial.reason(Grammar("regex", "("))        # why it cannot be compiled; "" when it can. From any thread
 #
-#     python -m ascendchat.engine.grammar           the other process: a tokenizer, then grammars, as pickles on its input
+#     python -m ascendchat.engine.grammar           the other process: a tokenizer, then grammars, as pickles on its
+# input
 #
-# Each grammar is compiled in a fork of that process, which starts with the first one (about half a second) and stays. The
-# limit is processor time, not time on the clock, so that a busy machine refuses nothing; the parent's patience is for a
-# process that does not run at all. A grammar gets QUICK_SECONDS first, which is many times what an honest one needs; what
-# is not done by then stands in another queue, before another process, and nobody but its like waits for it.
+# Each grammar is compiled in a fork of that process, which starts with the first one (about half a second) and stays.
+# The limit is processor time, not time on the clock, so that a busy machine refuses nothing; the parent's patience is
+# for a process that does not run at all. A grammar gets QUICK_SECONDS first, which is many times what an honest one
+# needs; what is not done by then stands in another queue, before another process, and nobody but its like waits for it.
 
 QUICK_SECONDS = 0.25  # for one grammar, of processor time
 CPU_SECONDS = 3.0  # for one that was not done by then

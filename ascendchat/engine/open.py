@@ -1,4 +1,5 @@
-"""Opens a model to generate with: loads it (models/open.py), tries it where no test knows its type, and makes its engine.
+"""Opens a model to generate with: loads it (models/open.py), tries it where no test knows its type, and makes its
+engine.
 
     opened = open_for_generation(here, config, config.stage)
     engine = engine_for(opened, slots=16)

@@ -131,7 +131,8 @@ class Completion:
 #     generator.load(weights, version=12)                                                # after a training step
 #
 # engine.py implements it on a model in this process. On NPUs a trainer wants TASK_QUEUE_ENABLE=2 and captured graphs
-# refuse it, so a fast generator may be another process that is spoken to over a connection: nothing here needs the model.
+# refuse it, so a fast generator may be another process that is spoken to over a connection: nothing here needs the
+# model.
 
 Weights: TypeAlias = "Mapping[str, Tensor]"  # by the names of the state_dict; any float dtype, no optimizer state
 

@@ -2,11 +2,11 @@
 
     chosen, logprob = sample(logits, settings, position, Mode(random=True, filtered=True))
 
-No generator is kept: the noise of a row is a hash of (its seed, the position, the token; sampling.py), so a row draws the
-same noise whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an argmax
-of logit / temperature + Gumbel noise, which is exactly a draw from the softmax. No torch.where with a number in it:
-that copies the number to the device, which a graph under recording does not allow. No masked_fill of 64-bit integers:
-the AICPU computes it on Ascend A2.
+No generator is kept: the noise of a row is a hash of (its seed, the position, the token; sampling.py), so a row draws
+the same noise whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an
+argmax of logit / temperature + Gumbel noise, which is exactly a draw from the softmax. No torch.where with a number in
+it: that copies the number to the device, which a graph under recording does not allow. No masked_fill of 64-bit
+integers: the AICPU computes it on Ascend A2.
 """
 
 from __future__ import annotations
@@ -209,8 +209,9 @@ def sample(
 # torch_npu up to 2.9.0 by an operator that no graph can capture; on older chips nothing on 64-bit integers is fast.
 #
 # A block is two numbers, `left` and `right`, odd multiples of 2^-13 and 2^-12 in (0, 1): 12 and 11 bits. Half a round
-# adds to one of them the middle bits of the other's product with a key, and drops what is 1 or more (a Feistel network).
-# The keys of the vocabulary's blocks are the position's block, enciphered three times under the keys of the seed.
+# adds to one of them the middle bits of the other's product with a key, and drops what is 1 or more (a Feistel
+# network). The keys of the vocabulary's blocks are the position's block, enciphered three times under the keys of the
+# seed.
 
 LEFT, RIGHT = 2.0**-12, 2.0**-11  # the step between two neighbours
 ROUNDS, LANES = 5, 3  # halves of rounds, the first of which changes `left`; blocks of a position

@@ -2,8 +2,8 @@
 
     report = choose(logits, read, settings, blocks, state, softcap=15.0, random=True)  # (2, B)
 
-The first kernel looks at a block of the vocabulary of a row: its likeliest token, with the noise of sampling.py, and its
-part of the normaliser; the second joins the blocks and notes the new token. sampling.sample computes the same, in
+The first kernel looks at a block of the vocabulary of a row: its likeliest token, with the noise of sampling.py, and
+its part of the normaliser; the second joins the blocks and notes the new token. sampling.sample computes the same, in
 twenty passes over the logits where nothing is compiled.
 """
 

@@ -1,4 +1,5 @@
-"""The process that forks the torchruns of `ascendchat launch --max-restarts N`; each forks its ranks. See forkserver.py.
+"""The process that forks the torchruns of `ascendchat launch --max-restarts N`; each forks its ranks. See
+forkserver.py.
 
     python -m ascendchat.launch.forkserver FD     # reads a JSON line with the program, then one for each torchrun
 
@@ -201,9 +202,9 @@ def _status_of(module: str) -> int:
 #     ascendchat launch --devices 8 --max-restarts 50 base --depth 20
 #
 # Importing torch and the plug-in of a device takes seconds of CPU time, in every rank and in torchrun itself, and again
-# after every failure. With --max-restarts one process (forkserver.py) imports them once, never touches a device, and forks a
-# torchrun for each attempt, which forks its ranks. Only for commands of our own, on Linux; where it cannot be done the
-# ranks start as always. This file is the launcher's side of it.
+# after every failure. With --max-restarts one process (forkserver.py) imports them once, never touches a device, and
+# forks a torchrun for each attempt, which forks its ranks. Only for commands of our own, on Linux; where it cannot be
+# done the ranks start as always. This file is the launcher's side of it.
 
 LOOK = 0.01  # seconds between two looks at a process that is waited for
 

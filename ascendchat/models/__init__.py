@@ -1,1 +1,2 @@
-"""Opens a model by name: ours, of Hugging Face, of nanochat; adapters, templates, export. Owns transformers and peft."""
+"""Opens a model by name: ours, of Hugging Face, of nanochat; adapters, templates, export. Owns transformers and
+peft."""

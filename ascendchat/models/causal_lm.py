@@ -163,8 +163,9 @@ def scale_of(inner: Any) -> float | None:
 #
 #     forward = CompiledLayers(model, device.compile, print)       # as model.forward; Learner in train/model.py
 #
-# A compiler that is given the whole model writes out each of its layers, for minutes. Here it sees one of them, with the
-# weights as arguments. Only what calls `forward` is compiled: samples and scores come in many shapes and call the model.
+# A compiler that is given the whole model writes out each of its layers, for minutes. Here it sees one of them, with
+# the weights as arguments. Only what calls `forward` is compiled: samples and scores come in many shapes and call the
+# model.
 
 MOST_GRAPHS = 64  # of layers that differ, of batches that do, with and without gradient; above that torch gives up
 

@@ -279,7 +279,8 @@ def convert(path: Path, weights: Mapping[str, Tensor], shape: Shape) -> dict[str
 #     tokenizer = read_tokenizer(Path("nanochat/tokenizer/tokenizer.pkl"))
 #
 # The file is a pickled tiktoken Encoding, and unpickling can run any program. So the one name that such a file needs
-# stands for a class of our own that only keeps what it is given, and every other name is refused before it is looked up.
+# stands for a class of our own that only keeps what it is given, and every other name is refused before it is looked
+# up.
 
 RENAMED = {"<|python_start|>": "<|tool_start|>", "<|python_end|>": "<|tool_end|>"}
 NEEDED = ("bos", *(f"{who}_{edge}" for who in ("user", "assistant", "tool", "output") for edge in ("start", "end")))

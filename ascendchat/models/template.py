@@ -4,13 +4,13 @@
     template.render(messages)              # ids and mask
     template.pieces(messages, limit)       # for training: no piece is longer than `limit`
 
-data/chat/template.py comes here when the tokenizer has a template. The mask is that of the template's {% generation %} blocks.
-A template without them is rendered up to each turn of the assistant, before and after: the difference is what it
-writes, provided that the one text begins with the other. Some templates write earlier turns otherwise than the last one
-(Qwen3 leaves out its thoughts): then each turn becomes a piece of its own, with all before it as the model will see it.
-Calls of tools, their results and the tools that a system message offers are written as the template writes such, where
-it knows them (models/template.py); else they stand in the texts. What the assistant thinks reaches a template that
-takes it beside the words, as `reasoning_content` or by another name.
+data/chat/template.py comes here when the tokenizer has a template. The mask is that of the template's {% generation %}
+blocks. A template without them is rendered up to each turn of the assistant, before and after: the difference is what
+it writes, provided that the one text begins with the other. Some templates write earlier turns otherwise than the last
+one (Qwen3 leaves out its thoughts): then each turn becomes a piece of its own, with all before it as the model will see
+it. Calls of tools, their results and the tools that a system message offers are written as the template writes such,
+where it knows them (models/template.py); else they stand in the texts. What the assistant thinks reaches a template
+that takes it beside the words, as `reasoning_content` or by another name.
 """
 
 from __future__ import annotations

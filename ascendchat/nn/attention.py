@@ -418,9 +418,9 @@ def window_blocks(length: int, window: int, device: torch.device, size: int = 12
 
 # Whether a kernel decodes rightly on the device that is there: `decode_fault(kernel, plain, "npu", dtype, head_dim)`.
 #
-# A fused kernel can be wrong on one chip or driver without an error: one report has masks that are ignored from the 513th
-# key on (vllm-ascend issue 15503). So a kernel that asks for it is compared with plain attention before it decodes for
-# the first time: four rows around those lengths, and a few queries behind a cache. attention.py calls it.
+# A fused kernel can be wrong on one chip or driver without an error: one report has masks that are ignored from the
+# 513th key on (vllm-ascend issue 15503). So a kernel that asks for it is compared with plain attention before it
+# decodes for the first time: four rows around those lengths, and a few queries behind a cache. attention.py calls it.
 
 LENGTHS = (1, 511, 513, 2048)  # keys that the rows hold, of 2,048 places
 QUERIES = 16  # behind a cache of twice as many keys
@@ -475,14 +475,14 @@ def products(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> 
 # torch's flash kernel with what scaled_dot_product_attention does not expose: windows, and documents end to end.
 #
 #     flash(q, k, v, None, T, window, scale)            # rows (B, T, H, D)
-#     flash(q, k, v, bounds, longest, window, scale)    # documents (N, H, D); bounds (documents + 1,) int32, from 0 to N
+#     flash(q, k, v, bounds, longest, window, scale)   # documents (N, H, D); bounds (documents + 1,) int32, from 0 to N
 #     behind(q, k, v, lengths, window, scale)           # new queries (B, Tq, H, D), a cache (B, S, K, D); no gradient
 #     banded(q, k, v, None, None, Tq, Tk, left, right, scale)    # other lengths of queries and keys; also the logsumexp
 #
-# Used by the kernel `flash` of attention.py and by compat/flash.py, on CUDA. It is an operator of its own, which a compiler
-# calls as it is: what torch's version of it returns besides the result differs between versions, and only the result and
-# the normaliser matter without dropout. Documents may have no tokens, so the bounds can have the same size for every
-# batch.
+# Used by the kernel `flash` of attention.py and by compat/flash.py, on CUDA. It is an operator of its own, which a
+# compiler calls as it is: what torch's version of it returns besides the result differs between versions, and only the
+# result and the normaliser matter without dropout. Documents may have no tokens, so the bounds can have the same size
+# for every batch.
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? q_bounds, Tensor? k_bounds, int q_longest, int k_longest, "

@@ -1,4 +1,5 @@
-"""flash_attn_func and flash_attn_varlen_func of flash-attn 2, and their relatives with packed arguments. See compat/flash.py.
+"""flash_attn_func and flash_attn_varlen_func of flash-attn 2, and their relatives with packed arguments. See
+compat/flash.py.
 
 Here arguments are checked and brought into the form of the kernels; the kernel is the one that attention.py chooses for
 the device: npu_fusion_attention on NPUs, torch's flash kernel on CUDA, scaled_dot_product_attention elsewhere. What no
@@ -373,7 +374,8 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 # flash_attn_with_kvcache of flash-attn 2: writes new keys and values into a cache, rotated or not, and attends. See
-# compat/flash.py. The cache is rows (B, S, K, D), or pages (pages, size, K, D) in the order of a block_table (B, pages per row).
+# compat/flash.py. The cache is rows (B, S, K, D), or pages (pages, size, K, D) in the order of a block_table (B, pages
+# per row).
 #
 # On NPUs the lengths are needed on the host: pass cache_seqlens as a number or a CPU tensor where you have it; a tensor
 # on the device is read once, and again when it has changed.

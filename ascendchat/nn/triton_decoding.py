@@ -321,12 +321,12 @@ def product(
     )
 
 
-# Triton kernels of a decoding step, and parts of such: engine/gpt_step.py puts them together, and says what each is for.
-# CUDA only; triton_decoding.py has the matrix products of few rows.
+# Triton kernels of a decoding step, and parts of such: engine/gpt_step.py puts them together, and says what each is
+# for. CUDA only; triton_decoding.py has the matrix products of few rows.
 #
 # Shapes: B rows, C width, H query heads, K key-value heads, D channels per head. Sums and the residual stream are
-# float32, weights and cache have the model's dtype. `pdl`: the kernel may be started while the one before it still runs;
-# it reads its weights first, and waits before it reads anything that a kernel has written.
+# float32, weights and cache have the model's dtype. `pdl`: the kernel may be started while the one before it still
+# runs; it reads its weights first, and waits before it reads anything that a kernel has written.
 
 
 @triton.jit  # type: ignore[untyped-decorator]

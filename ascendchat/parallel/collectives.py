@@ -100,8 +100,8 @@ def teams_of(size: int) -> tuple[Team, Team]:
 
 
 def turns(count: int, size: int) -> Iterator[tuple[int, int, bool]]:
-    """[first, stop) of `count` rows, `size` at a time, and whether they are this rank's own. All ranks take part equally
-    often, since weights may be shared out over them: one that has nothing left gets rows that do not count."""
+    """[first, stop) of `count` rows, `size` at a time, and whether they are this rank's own. All ranks take part
+    equally often, since weights may be shared out over them: one that has nothing left gets rows that do not count."""
     me = world()
     for begin in range(0, count, me.size * size):
         first = begin + me.rank * size
@@ -208,7 +208,8 @@ def _check_sizes(whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
 
 
 def _addend(tensor: torch.Tensor) -> torch.Tensor:
-    """What goes over the wire. 16-bit floats are added in float32 by Gloo, which refuses them or rounds at every hop."""
+    """What goes over the wire. 16-bit floats are added in float32 by Gloo, which refuses them or rounds at every
+    hop."""
     if _state.gloo and tensor.dtype in HALF:
         return tensor.float()
     return tensor.contiguous()

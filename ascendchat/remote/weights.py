@@ -133,8 +133,8 @@ def judge(now: Scores, before: Scores | None, dtype: str) -> str:
 #     group = Group("gloo", store, rank=0, size=1 + workers, timeout=60.0)    # every rank at the same time
 #     group.send(weights); group.receive(told)
 #
-# The group stands beside the process's own one: a trainer of several ranks and a worker of vLLM have one each. This file
-# also runs inside the server's process (vllm_worker.py), so it imports torch and nothing of ours.
+# The group stands beside the process's own one: a trainer of several ranks and a worker of vLLM have one each. This
+# file also runs inside the server's process (vllm_worker.py), so it imports torch and nothing of ours.
 
 
 def address_towards(host: str, port: int) -> str:

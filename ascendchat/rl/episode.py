@@ -8,9 +8,9 @@
             answer = await talk.reply(temperature=0.7)
             return talk.trajectory(await generator.reward(answer.text))       # None: this episode is left out
 
-It runs in a process of its own (sandbox/pool.py): it may raise, hang or die. Many episodes run beside one another there,
-so it must `await` what takes time. `generator.agenerate(messages or ids)` is what `reply` is made of. A workflow may
-also return a dict in AReaL's form: input_ids, loss_mask, logprobs, rewards, versions.
+It runs in a process of its own (sandbox/pool.py): it may raise, hang or die. Many episodes run beside one another
+there, so it must `await` what takes time. `generator.agenerate(messages or ids)` is what `reply` is made of. A workflow
+may also return a dict in AReaL's form: input_ids, loss_mask, logprobs, rewards, versions.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     for wave in source.waves(batch): ...                  # lists of Slots, to be trained in this order
     source.push(weights, version=1)                       # the next batch
 
-schedule.py says what may begin and in which order it is trained. A server that was started again has other weights: what
-it wrote is left out, and it gets the right ones.
+schedule.py says what may begin and in which order it is trained. A server that was started again has other weights:
+what it wrote is left out, and it gets the right ones.
 """
 
 from __future__ import annotations

@@ -348,8 +348,8 @@ def groups_of(slots: Sequence[Slot]) -> list[Group]:
 #     loss = of_policy(batch, tokens)                                 # RlStage.loss
 #     batch = replace(batch, proximal=of_policy.logprobs(batch))      # before the first of several updates on a batch
 #
-# What is computed once per batch, without gradient: for GSPO with a known proximal policy the log-probabilities, from the
-# same hidden states, since its ratio is that of a whole answer; and with a KL those of the reference.
+# What is computed once per batch, without gradient: for GSPO with a known proximal policy the log-probabilities, from
+# the same hidden states, since its ratio is that of a whole answer; and with a KL those of the reference.
 
 
 @dataclass(frozen=True)

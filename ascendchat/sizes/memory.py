@@ -48,8 +48,8 @@ class Traits:
 
 
 # npu: a communicator holds 2 x 200 MB; the attention kernel keeps its maxima and its sums as fp32 x 8, 64 bytes
-# together; the fused rotation keeps its input too. cuda: norm and rotation are one kernel (nn/triton_training.py). cuda, cpu: the
-# attention kernel keeps one fp32 log-sum-exp.
+# together; the fused rotation keeps its input too. cuda: norm and rotation are one kernel (nn/triton_training.py).
+# cuda, cpu: the attention kernel keeps one fp32 log-sum-exp.
 TRAITS = {
     "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, rotations=3, gradient_buffers=True),
     "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, rotations=1, compiled=True),
@@ -280,8 +280,8 @@ def prefill_work(shape: DecoderSizes, chip: Chip, context: int) -> int:
 # How the optimizer shares matrices out over devices: whole, among teams. nn/optim.py does it, memory.py counts it.
 #
 # A reduce-scatter gives every device an equal share, so a stack of matrices is padded to a multiple of the devices: 52
-# matrices on 1,024 devices would be exchanged, and kept, as 1,024. So where padding costs too much, neighbours form teams
-# that are small enough; each team has all matrices, and the teams add up their gradients. No torch here.
+# matrices on 1,024 devices would be exchanged, and kept, as 1,024. So where padding costs too much, neighbours form
+# teams that are small enough; each team has all matrices, and the teams add up their gradients. No torch here.
 
 Stacks = Mapping[tuple[int, int], int]  # (rows, columns) -> how many matrices
 MOST_PADDING = 1.25  # times the matrices is what a team may exchange,

@@ -3,7 +3,7 @@
 Dialog("smoltalk")                                        # a named set of `ascendchat data fetch`
 Dialog("talk.jsonl")                                      # a file, or a folder of files: see data/chat/formats.py
 Dialog("identity.json")                                   # its {{name}} and {{author}} are filled in: SLOTS
-Dialog("data/alpaca_en_demo")                             # what data/dataset_info.json lists: see data/chat/dataset_info.py
+Dialog("data/alpaca_en_demo")                         # what data/dataset_info.json lists: see data/chat/dataset_info.py
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def files_of(where: Path, split: str) -> tuple[list[Path], list[Path]]:
 
 
 def sets_at(path: Path, *, ranking: bool = False) -> list[Listed]:
-    """The data sets that a path stands for: those of a registry (data/chat/dataset_info.py), else the file or folder itself."""
+    """The data sets that a path stands for: those of a registry (data/chat/dataset_info.py), else the file or folder
+    itself."""
     listed = find_listed(path, ranking=ranking)
     if listed is None and not path.exists():
         raise UserError(f"{path} does not exist; give a file, a folder or a name of `ascendchat data fetch`")

@@ -3,7 +3,8 @@
     opened = open_pair_mixture(("dpo_en.jsonl=0.7", "data/dpo_zh_demo=0.3"), tokenizer, seq_len, seed=0)
     batches = PairBatches(opened.sources, bins_per_step)          # data/chat/pairs.py
 
-An entry is a file or folder of pairs in any known form (data/chat/pairs.py), or a name of a registry (data/chat/dataset_info.py).
+An entry is a file or folder of pairs in any known form (data/chat/pairs.py), or a name of a registry
+(data/chat/dataset_info.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`ascendchat finetune --model Qwen2.5-0.5B-Instruct --data talk.jsonl [--lora]`: fine-tuning of existing models.
 
 A Stage of the one loop: rows hold several conversations, which do not see each other, the loss is on what the assistant
-says, and the model's own chat template renders them. All weights are trained, or adapters (models/lora.py). `--stage dpo`
-and the other losses on pairs are in preference.py.
+says, and the model's own chat template renders them. All weights are trained, or adapters (models/lora.py). `--stage
+dpo` and the other losses on pairs are in preference.py.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ class Learner(Generic[_Model]):
 
 
 def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -> Ops:
-    """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/triton_training.py where that runs, and with the
-    MLP of a package, if it may be `packaged`."""
+    """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/triton_training.py where that runs, and
+    with the MLP of a package, if it may be `packaged`."""
     device = here.device
     heads: Heads | None = None
     if device.triton:

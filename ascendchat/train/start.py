@@ -137,7 +137,8 @@ def begin_with_theirs(config: _Config, here: Context) -> Beginning[_Config] | No
 #     theirs.model, theirs.tokenizer, theirs.origin
 #
 # All weights are trained, or adapters (models/lora.py). Checkpoints are ours, with the weights under the names of
-# transformers, or of peft; beside them lies what else makes the model a Hugging Face folder again (`ascendchat export`).
+# transformers, or of peft; beside them lies what else makes the model a Hugging Face folder again (`ascendchat
+# export`).
 
 ROW = 2048  # tokens of a row where nobody says
 LARGE = 2e9  # parameters from which the learning rate is the smaller one

@@ -224,7 +224,7 @@ def test_plain_torchrun_gives_the_ranks_the_same_world(script: Path) -> None:
 def test_two_nodes_with_one_home_and_run_meet_and_meet_again_after_a_failure(script: Path) -> None:
     lost = 'import os\nif world.rank == 1 and not os.environ.get("ASCENDCHAT_RESTART"): os._exit(9)\n'
     script.write_text(SUM.replace("value = torch", lost + "value = torch"))
-    first = next(number for number in iter(processes.free_port, 0) if processes.is_free(number + 1))  # the second attempt's
+    first = next(number for number in iter(processes.free_port, 0) if processes.is_free(number + 1)) # the second attempt's
     shared = ["--nnodes", 2, "--master", f"127.0.0.1:{first}", "--run", "both", "--devices", 1, "--max-restarts", 1]
     environ, nodes = {**os.environ, "PYTHONPATH": str(ROOT)}, []
     for rank in (0, 1):

@@ -1,4 +1,5 @@
-"""The kernels of engine/gpt_step.py equal a plain decoding step of the same model, in logits and in what the cache holds.
+"""The kernels of engine/gpt_step.py equal a plain decoding step of the same model, in logits and in what the cache
+holds.
 
 They need Triton, and a CUDA device or its interpreter: TRITON_INTERPRET=1 pytest tests/unit/test_token_step.py
 """

@@ -1,6 +1,6 @@
 """Preference pairs: a prompt, a reply that was chosen and one that was rejected, in whatever form they are published.
 
-    for pair in pairs("dpo.jsonl"): ...       # Pair(prompt, chosen, rejected), lists of messages as in data/chat/template.py
+    for pair in pairs("dpo.jsonl"): ...  # Pair(prompt, chosen, rejected), lists of messages as in data/chat/template.py
 
 `finetune --stage dpo --data FILE` reads through here; `ascendchat sft` takes the chosen reply of such files.
 The columns of each row tell its form:

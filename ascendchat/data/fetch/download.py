@@ -68,8 +68,8 @@ def disk_error(error: OSError, path: Path) -> Exception:
 #
 #     download([Remote("a.parquet", url, bytes=n, sha256=h)], folder, web, workers=8, done=record_in_manifest)
 #
-# No server is trusted: ranges, lengths, validators and content are all checked. A file that is wrong is fetched again, a
-# limited number of times. A file gets its final name only after it was verified.
+# No server is trusted: ranges, lengths, validators and content are all checked. A file that is wrong is fetched again,
+# a limited number of times. A file gets its final name only after it was verified.
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,8 @@ def _encode(token: bytes, ids: Mapping[bytes, int]) -> list[bytes]:
 #     1-8                       4.201     4.088     32
 #     1-4                       4.222     3.898     30
 #
-# Short bounds cut words at arbitrary places, so the same word gets different ids at different offsets; 16 is longer than
-# nearly every clause and still keeps pathological input linear. From 4 up the bound changes the memory of training
+# Short bounds cut words at arbitrary places, so the same word gets different ids at different offsets; 16 is longer
+# than nearly every clause and still keeps pathological input linear. From 4 up the bound changes the memory of training
 # little (1.2 to 1.6 GB above): most pieces are new however they are cut. On 163 MB of each language: 4.230 and 4.230.
 
 # Radicals, 々, 〇, numerals, extension A, unified, compatibility, and the two planes kept for Han (now and in future).

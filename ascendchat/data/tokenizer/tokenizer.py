@@ -49,7 +49,8 @@ BYTES = 256
 
 
 class Tokenizer:
-    """Text <-> ids. Made by `train` or `Tokenizer.load`; models/tokenizer.py gives those of other models this interface."""
+    """Text <-> ids. Made by `train` or `Tokenizer.load`; models/tokenizer.py gives those of other models this
+    interface."""
 
     stops: tuple[int, ...]  # what ends an answer
     template: Any = (
