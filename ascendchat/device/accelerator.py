@@ -223,7 +223,7 @@ def usable_types() -> str:
 
 # torch.compile whose result later processes find, for every device that compiles.
 
-Compiled = TypeVar("F")
+Compiled = TypeVar("Compiled")
 SETTING = "autograd_cache_allow_custom_autograd_functions"  # older versions of torch do not have it,
 TAG = "cache_key_tag"  # nor this
 OPERATORS = "nn", "device"  # our packages whose code torch's keys may not see

@@ -341,7 +341,7 @@ class HarmfulSetting:
 @functools.cache
 def known_harmful() -> dict[str, Any]:
     """harmful_env.json: `rules`, and `nonexistent` names (patterns) that scripts copy but no part of CANN reads."""
-    table: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("harmful_env.json").read_text(encoding="utf-8"))
     return table
 
 

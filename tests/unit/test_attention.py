@@ -109,9 +109,9 @@ def test_a_gpu_decodes_by_the_kernel_for_its_rows_and_window(monkeypatch: pytest
     """One kernel for few rows, products for many that are compiled, plain attention for windows and without Triton."""
     kernel, called, compiling = Flash(), [], [True]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling[0])
-    for name in ("one_query", "products"):
-        stand_in: Any = SimpleNamespace(**{name: lambda *known, name=name: called.append(name)})
-        monkeypatch.setitem(sys.modules, f"ascendchat.nn.{name}", stand_in)
+    stand_in: Any = SimpleNamespace(one_query=lambda *known: called.append("one_query"))
+    monkeypatch.setitem(sys.modules, "ascendchat.nn.triton_decoding", stand_in)
+    monkeypatch.setattr("ascendchat.nn.attention.products", lambda *known: called.append("products"))
     kernel.triton = True
     for rows, compiles, expected in ((8, True, "one_query"), (9, True, "products"), (9, False, "one_query")):
         compiling[0] = compiles

@@ -450,8 +450,8 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.waits = 0, threading.Event()
         clock = SimpleNamespace(monotonic=time.monotonic, time_ns=time.time_ns, sleep=lambda _: self.waits.set())
-        monkeypatch.setattr("ascendchat.checkpoint.dist.world", lambda: World(self.now, 2))
-        monkeypatch.setattr("ascendchat.checkpoint.dist.barrier", lambda: None)
+        monkeypatch.setattr("ascendchat.checkpoint.collectives.world", lambda: World(self.now, 2))
+        monkeypatch.setattr("ascendchat.checkpoint.collectives.barrier", lambda: None)
         monkeypatch.setattr("ascendchat.checkpoint.time", clock)
 
     def writer(self, rank: int, folder: Path) -> Writer:
@@ -522,7 +522,7 @@ def test_a_rank_that_could_not_write_its_part_says_so_and_is_not_waited_for(
 def test_old_drafts_are_cleared_before_any_rank_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".step_000001.writing").mkdir()
     left: list[list[Path]] = []
-    monkeypatch.setattr("ascendchat.checkpoint.dist.barrier", lambda: left.append([*tmp_path.iterdir()]))
+    monkeypatch.setattr("ascendchat.checkpoint.collectives.barrier", lambda: left.append([*tmp_path.iterdir()]))
     Writer(tmp_path)
     assert left == [[]], "a rank that has passed the barrier would lose what it writes"
 

@@ -116,9 +116,9 @@ def test_impossible_sizes_are_refused_with_a_reason(wrong: dict[str, int], says:
 
 
 def test_the_rules_are_imported_without_the_plan_command() -> None:
-    rules = [f"ascendchat.sizes.shape.{name}" for name in ("shape", "schedule", "batch", "memory")]
+    rules = [f"ascendchat.sizes.{name}" for name in ("shape", "schedule", "batch", "memory")]
     program = f"import sys, {', '.join(rules)}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert set(rules) < set(loaded)
-    command = {f"ascendchat.sizes.shape.{name}" for name in ("command", "goals", "refuse", "show", "hf")}
+    command = {"ascendchat.sizes.hf", *(f"ascendchat.plan.{name}" for name in ("command", "goals", "show"))}
     assert not {*command, "ascendchat.config.commands", "yaml"} & set(loaded)

@@ -17,7 +17,7 @@ import torch
 
 from ascendchat.cli import main
 from ascendchat.device import pick
-from ascendchat.doctor import selftest, selftest_operators, selftest_runs
+from ascendchat.doctor import selftest, selftest_case, selftest_operators, selftest_runs
 from ascendchat.doctor.selftest_case import Settings, Verdict
 from ascendchat.doctor.selftest_device import perform
 from ascendchat.doctor.selftest_operators import Bench, Wrong
@@ -68,7 +68,7 @@ def test_what_is_sent_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (str(Path.home() / "x"), socket.gethostname(), "10.1.2.33", "/var"):
         assert name not in cleaned
     assert "code 507015" in cleaned
-    assert len(selftest.cleaned("x" * 999)) == selftest.MOST_SAID
+    assert len(selftest.cleaned("x" * 999)) == selftest_case.MOST_SAID
 
 
 def test_losses_must_follow_and_fall() -> None:
@@ -134,7 +134,7 @@ INTERRUPTED = """
 import signal
 import sys
 from ascendchat import cli
-from ascendchat.doctor.command import selftest
+from ascendchat.doctor import selftest
 
 def examine(names, settings):
     yield selftest.Verdict("versions", "held")

@@ -76,7 +76,7 @@ def test_a_signal_is_passed_on() -> None:
 
 EARLY = """
 import os, signal, subprocess, sys
-from ascendchat.launch.command import tied
+from ascendchat import processes as tied
 class Popen(subprocess.Popen):
     def __init__(self, *words, **more):
         super().__init__(*words, stdout=subprocess.PIPE, **more)
