@@ -25,7 +25,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "serve"))
 import running_server as real
 
 CHAT, TEXT, RESPONSES = real.CHAT, "/v1/completions", "/v1/responses"

@@ -95,6 +95,28 @@ def _own_home(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCENDCHAT_HOME", str(folder))
 
 
+@pytest.fixture(scope="session")
+def api_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints: `random`, which says anything; `sums`, which calls the calculator for 17+25 and then says 你好!;
+    `base`, which has not learned to chat."""
+    from running_server import make, random_model, save
+
+    home = tmp_path_factory.mktemp("serve")
+    save(home, random_model(), "random")
+    save(home, make.scripted(make.calculator_script()[0], 256), "sums")
+    save(home, make.model(), "raw", "base")
+    return home
+
+
+@pytest.fixture(scope="session")
+def server(api_home: Path) -> Iterator[Any]:
+    """For tests of several folders: the random model; greedy where nothing is said, and all tokens are in play."""
+    from running_server import serving
+
+    with serving(api_home, "--run=random", "--temperature=0", "--top-k=0", "--max-tokens=24") as running:
+        yield running
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For tiny tensors: a second thread only gets in the way."""

@@ -10,18 +10,15 @@ import gzip
 import json
 import lzma
 import random
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "unit"))
 import core_bundle
 import hf_models
+import pyarrow
+import pyarrow.parquet
 
 MODELS = "Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct"
 SUM = "Ada has {a} pens and buys {b}. How many?"

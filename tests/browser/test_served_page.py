@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser_visit import visit
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "serve"))
 from running_server import endless as endless_model
 from running_server import make, save, serving
 

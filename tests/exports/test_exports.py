@@ -8,15 +8,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import hf_models
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-import hf_models
 from open_export import IDS, TALK, TEXT
 
 from ascendchat.models.export import export

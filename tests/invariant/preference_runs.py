@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-
 from dying import die
 
 from ascendchat.config.finetune import FinetuneConfig

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import engine_models as make
 from warm_process import Popen, ServerPopen, children
 

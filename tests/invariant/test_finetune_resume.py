@@ -5,17 +5,14 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import signal
-import sys
 from pathlib import Path
 
+import hf_models
 import pytest
 import torch
 from commands import finish, run_apart, signalled
 from safetensors.torch import load_file
 from warm_process import TheirsPopen
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-import hf_models
 
 from ascendchat.runs.run import read_metrics
 

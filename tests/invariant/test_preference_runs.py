@@ -14,12 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hf_models
 import pytest
 import torch
 import warm_process
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-import hf_models
 from preference_runs import STEPS, config_of, train, write_pairs
 
 from ascendchat.errors import UserError

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import commands
 import pytest
+from core_bundle import write_bundle
 
 from ascendchat.cli import main
 from ascendchat.runs.run import read_metrics
 from ascendchat.sizes.schedule import lr_scale, rates
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-from core_bundle import write_bundle
 
 SIZES = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 64 --device-batch-size 4 --total-batch-size 256".split()
 QUIET = "--device-type cpu --eval-every -1 --sample-every -1 --save-every -1 --run h".split()

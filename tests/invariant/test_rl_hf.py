@@ -5,11 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import hf_models
 import pytest
 import torch
 from rl_runs import COMMON, result, rows_of, run_here
-
-import hf_models  # isort: skip (rl_runs knows its folder)
 from safetensors.torch import load_file
 
 from ascendchat.nn.attention import KERNELS

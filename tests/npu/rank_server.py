@@ -120,7 +120,7 @@ def main() -> None:
     import torch.nn.parallel
     import torch_npu  # noqa: F401
 
-    sys.path.append(os.path.join(os.path.dirname(HERE), "unit"))  # programs import its tiny models
+    sys.path.append(os.path.dirname(HERE))  # programs import its tiny models
     for name in OURS:
         importlib.import_module(name)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Servers that many tests share: one start each per session."""
+"""Servers that many tests share: one start each per session. `server` and `api_home` are in tests/conftest.py."""
 
 from __future__ import annotations
 
@@ -7,25 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from running_server import PATIENCE, Server, make, random_model, save, serving
-
-
-@pytest.fixture(scope="session")
-def api_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints: `random`, which says anything; `sums`, which calls the calculator for 17+25 and then says 你好!;
-    `base`, which has not learned to chat."""
-    home = tmp_path_factory.mktemp("serve")
-    save(home, random_model(), "random")
-    save(home, make.scripted(make.calculator_script()[0], 256), "sums")
-    save(home, make.model(), "raw", "base")
-    return home
-
-
-@pytest.fixture(scope="session")
-def server(api_home: Path) -> Iterator[Server]:
-    """The random model; greedy where nothing is said, and all tokens are in play."""
-    with serving(api_home, "--run=random", "--temperature=0", "--top-k=0", "--max-tokens=24") as running:
-        yield running
+from running_server import PATIENCE, Server, serving
 
 
 @pytest.fixture(scope="session")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import hf_models
 import httpx
 import openai
 import pytest
 import torch
 from running_server import serving
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-import hf_models
 
 PATIENCE = 300.0  # seconds; a guard only
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is seventeen plus?"}]

@@ -13,17 +13,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import hf_models
+import torch
 
 from ascendchat.models.import_transformers import library
 from ascendchat.processes import free_port
