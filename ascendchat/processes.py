@@ -1,4 +1,7 @@
-"""Free ports for the rendezvous of `ascendchat launch`: chosen and checked right before use, never a fixed 29500."""
+"""Processes and what they need of the system: die with a parent, tell who is gone, find a free port.
+
+As a program it runs a command that must not outlive who started it: `python -m ascendchat.processes COMMAND ...`.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,8 @@ def ended() -> set[int]:
 
 SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smaller: earlier attempts ran out of memory
 
+
+# Free ports for the rendezvous of `ascendchat launch`: chosen and checked right before use, never a fixed 29500.
 
 # Collectives listen here by default; a rendezvous on one of these would make their start fail.
 RESERVED = range(60000, 60032)

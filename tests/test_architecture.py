@@ -35,8 +35,8 @@ TORCH_FREE = (
     " data.fetch data.prepare parallel.world remote.vllm_server bench.serve bench.http_client"
 ).split()
 NEEDS_TORCH = set(
-    "device.npu device.npu_attention device.npu_ops device.cuda device.cuda_attention device.cuda_products device.mps device.cpu "
-    "device.accelerator doctor.collective doctor.selftest_device doctor.selftest_operators serve.terminal "
+    "device.npu device.npu_attention device.npu_ops device.cuda device.cuda_attention device.cuda_products device.mps "
+    "device.cpu device.accelerator doctor.collective doctor.selftest_device doctor.selftest_operators serve.terminal "
     "serve.worker".split()
 )
 

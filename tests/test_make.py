@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
 import subprocess
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 def dry(*words: str) -> subprocess.CompletedProcess[str]:
     """`make -n`: prints what it would run, and runs nothing."""
     command = ["make", "-n", "--no-print-directory", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    given = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "TEST_FLAGS")  # to the `make test` that runs this test
+    environment = {name: value for name, value in os.environ.items() if name not in given}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def last(*words: str) -> str:

@@ -76,14 +76,14 @@ def test_a_signal_is_passed_on() -> None:
 
 EARLY = """
 import os, signal, subprocess, sys
-from ascendchat import processes as tied
+from ascendchat import processes
 class Popen(subprocess.Popen):
     def __init__(self, *words, **more):
         super().__init__(*words, stdout=subprocess.PIPE, **more)
         self.stdout.readline()  # its handler is installed
         os.kill(os.getpid(), signal.SIGTERM)  # before the wrapper knows that it is there
 subprocess.Popen = Popen
-sys.exit(tied.main(sys.argv[1:]))
+sys.exit(processes.main(sys.argv[1:]))
 """
 
 

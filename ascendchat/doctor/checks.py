@@ -1,4 +1,4 @@
-"""What a check is, what it may look at, and which checks there are. `ascendchat doctor` runs them all.
+"""Which checks there are; `ascendchat doctor` runs them all. machine.py has what they look at.
 
 A check is a function of `Machine` that returns one `Check`. `gather` does everything slow or dangerous (importing
 torch, asking npu-smi, reaching a mirror) once and in parallel; checks only judge the results. The texts of the faults

@@ -1,9 +1,12 @@
-"""The process that forks the torchruns of `ascendchat launch --max-restarts N`; each forks its ranks. See
-forkserver.py.
+"""Ranks that start in a tenth of a second: forked from one process that has imported all they need.
 
-    python -m ascendchat.launch.forkserver FD     # reads a JSON line with the program, then one for each torchrun
+    ascendchat launch --devices 8 --max-restarts 50 base --depth 20
+    python -m ascendchat.launch.forkserver FD     # that process: a JSON line with the program, then one per torchrun
 
-It writes two lines for each to FD: the process number, and how it ended. torch is imported inside the functions.
+Importing torch and the plug-in of a device takes seconds of CPU time, in every rank and in torchrun itself, and again
+after every failure. With --max-restarts one process imports them once, never touches a device, and forks a torchrun for
+each attempt, which forks its ranks. It writes two lines for each to FD: the process number, and how it ended. Only for
+commands of our own, on Linux; where it cannot be done the ranks start as always. torch is imported inside functions.
 """
 
 from __future__ import annotations
@@ -197,14 +200,7 @@ def _status_of(module: str) -> int:
     return 0
 
 
-# Ranks that start in a tenth of a second: forked from one process that has imported all they need.
-#
-#     ascendchat launch --devices 8 --max-restarts 50 base --depth 20
-#
-# Importing torch and the plug-in of a device takes seconds of CPU time, in every rank and in torchrun itself, and again
-# after every failure. With --max-restarts one process (forkserver.py) imports them once, never touches a device, and
-# forks a torchrun for each attempt, which forks its ranks. Only for commands of our own, on Linux; where it cannot be
-# done the ranks start as always. This file is the launcher's side of it.
+# The launcher's side of it.
 
 LOOK = 0.01  # seconds between two looks at a process that is waited for
 

@@ -1,4 +1,4 @@
-"""Attention of one new query per row behind a cache, the inner loop of decoding, as one Triton kernel. CUDA only.
+"""Triton kernels of decoding, CUDA only: attention of one new query per row, norms, products, rows of one token.
 
     one_query(q, k, v, lengths, scale)        # (B, 1, H, D) behind (B, S, K, D), of which row b holds lengths[b] keys
 

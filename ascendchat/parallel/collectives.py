@@ -1,8 +1,8 @@
 """One process among many: joins the job, then thin collectives that do nothing when there is only one process.
 
-    world = dist.init(device)             # `torchrun -m ascendchat base`, srun, `ascendchat launch`, or alone
-    dist.all_reduce(loss, "mean")
-    dist.teardown()                       # also at exit
+    world = collectives.init(device)             # `torchrun -m ascendchat base`, srun, `ascendchat launch`, or alone
+    collectives.all_reduce(loss, "mean")
+    collectives.teardown()                       # also at exit
 
 A rank that never arrives is named within the connect timeout, before the first collective can hang.
 """
@@ -117,7 +117,7 @@ def init(device: Connects, *, timeout: float = 1800.0, connect_timeout: float | 
     """
     global _state
     if torch_dist.is_initialized():
-        raise RuntimeError("dist.init was called twice; call dist.teardown first")
+        raise RuntimeError("collectives.init was called twice; call collectives.teardown first")
     me = read_world(os.environ)
     place = device.bind(me.local_rank)
     wait: timedelta | None = None

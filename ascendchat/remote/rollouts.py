@@ -6,7 +6,7 @@
 `--rollouts URL,URL`: servers that somebody else has started, ours or vLLM's. `--rollout-devices N`: rank 0 starts one
 of ours, `ascendchat serve --weight-updates`, on the N devices behind those of the trainer (on a CPU: N processes). It
 listens on this machine only, with a key of its own in a file that only its user can read; it is started again when it
-dies, and it ends with the trainer, even with `kill -9` of it (tied.py). With a block `inference_engine:` it is
+dies, and it ends with the trainer, even with `kill -9` of it (processes.py). With a block `inference_engine:` it is
 vLLM, started by `ascendchat rollout-server`.
 """
 

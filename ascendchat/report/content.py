@@ -1,4 +1,4 @@
-"""What a report says: sections with tables, plots and texts. html.py and html.py write it down.
+"""What a report says: sections with tables, plots and texts. html.py writes it down.
 
 sections = content([gather("demo")], price=1.5)
 """

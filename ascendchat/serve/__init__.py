@@ -1,1 +1,1 @@
-"""Talking to a model: terminal.py (`ascendchat chat`)."""
+"""Talking to a model: the server (command.py, app.py) and the terminal (terminal.py)."""

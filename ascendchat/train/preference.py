@@ -213,7 +213,7 @@ class PreferenceStage(RowStage):
 
     def all_bins(self, index: int) -> Iterator[tuple[PairBatch, bool]]:
         """This rank's share of one pass over a source (`index` as in mixture.every), a device batch at a time; some are
-        not its own (dist.turns)."""
+        not its own (collectives.turns)."""
         rows = self.mixture.every[index]
         batches = PairBatches([(rows, 1.0)], rows.per_epoch)
         for first, stop, own in collectives.turns(rows.per_epoch, self.split.rows):

@@ -1,4 +1,4 @@
-"""The checkpoint that `ascendchat mid` and `ascendchat sft` start from: `--start RUN` or `--start FOLDER`."""
+"""What a run starts from: `--start RUN` or `--start FOLDER`, a checkpoint of ours or a model of Hugging Face's."""
 
 from __future__ import annotations
 

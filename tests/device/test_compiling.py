@@ -21,7 +21,7 @@ import os
 import torch
 import torch._inductor.compile_fx  # before the processes are forked: each would import it for itself
 from torch._dynamo.utils import counters
-from ascendchat.device import compiling
+from ascendchat.device import accelerator
 
 
 @torch.library.custom_op("test::scaled", mutates_args=())
@@ -48,10 +48,10 @@ scaled.register_fake(lambda x, factor: torch.empty_like(x))
 same.register_fake(torch.empty_like)
 for release, factor in (("first", 2.0), ("first", 2.0), ("second", 5.0)):
     if os.fork() == 0:
-        compiling.version = lambda: release
+        accelerator.version = lambda: release
         same.register_autograd(lambda ctx, grad: scaled(grad, factor))
         x = torch.ones(1, requires_grad=True)
-        compiling.compiled(lambda x: Tripled.apply(same(x)), fullgraph=True)(x).backward(torch.ones(1))
+        accelerator.compiled(lambda x: Tripled.apply(same(x)), fullgraph=True)(x).backward(torch.ones(1))
         print(release, x.grad.item(), counters["aot_autograd"]["autograd_cache_hit"], flush=True)
         os._exit(0)
     os.wait()
@@ -132,7 +132,7 @@ def test_nothing_is_kept_where_compilers_would_fail_or_another_user_could_write(
 
 def test_the_version_of_the_operators_is_that_of_their_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "nn").mkdir()
-    monkeypatch.setattr(accelerator, "__file__", str(tmp_path / "device" / "compiling.py"))
+    monkeypatch.setattr(accelerator, "__file__", str(tmp_path / "device" / "accelerator.py"))
     found = set()
     for text in ("a = 1", "a = 2"):
         (tmp_path / "nn" / "ops.py").write_text(text)

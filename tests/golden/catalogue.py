@@ -30,7 +30,7 @@ COMMAND = re.compile(r"(ascendchat|pip|source|python|torchrun|srun) |-")  # type
 # Exceptions that become a part of a UserError, in these modules: the refusal of a plan, a row that cannot be read.
 PARTS = {
     "TooLarge": ["plan.goals"],
-    "ValueError": [f"data.{name}" for name in ("conversations", "turns", "pairs", "tables", "chat", "read")],
+    "ValueError": ["data.read", *(f"data.chat.{name}" for name in ("formats", "turns", "pairs", "tables", "template"))],
 }
 PARTS["ValueError"] += ["tasks.choice", "tasks.files", "tasks.gsm8k"]
 TEXT = ("str", "str | None")  # what a function that gives text is annotated with

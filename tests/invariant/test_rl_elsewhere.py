@@ -80,7 +80,7 @@ def servers_of(run: str) -> list[int]:
 
 def front_of(run: str) -> int:
     """`ascendchat serve` itself."""
-    (pid,) = (pid for pid in servers_of(run) if "launch.tied" not in commands().get(pid, "launch.tied"))
+    (pid,) = (pid for pid in servers_of(run) if (tied := "ascendchat.processes") not in commands().get(pid, tied))
     return pid
 
 

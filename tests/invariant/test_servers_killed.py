@@ -114,7 +114,7 @@ def at_fleet(servers: list[Server]) -> Strike:
 
 def at_its_own(trainer: int, what: str) -> bool:
     """At the server that the trainer has started, when its worker answers and another waits for its death."""
-    tied = [pid for pid in children_of(trainer) if b"launch.tied" in command_of(pid)]
+    tied = [pid for pid in children_of(trainer) if b"ascendchat.processes" in command_of(pid)]
     fronts = [front for pid in tied for front in children_of(pid)]
     return bool(fronts) and len(children_of(fronts[0])) > 1 and kill(what, fronts[0])
 

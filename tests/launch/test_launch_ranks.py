@@ -65,11 +65,11 @@ while True:
 """
 SUM = """
 import os, torch
-from ascendchat import dist
+from ascendchat.parallel import collectives
 from ascendchat.device import pick
-world = dist.init(pick("cpu"), connect_timeout=60)
+world = collectives.init(pick("cpu"), connect_timeout=60)
 value = torch.tensor([world.rank + 1.0])
-dist.all_reduce(value)
+collectives.all_reduce(value)
 os.write(1, f"sum {value.item()} of {world.size}\\n".encode())  # one write: under torchrun the ranks share a pipe
 """
 

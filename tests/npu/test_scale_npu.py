@@ -7,18 +7,18 @@ from typing import Any
 
 CODE = """
 from measure_exchange import SHAPE, measure
-from ascendchat import dist
+from ascendchat.parallel import collectives
 from ascendchat.device import pick
 from ascendchat.sizes.batch import COLLECTIVES
 
-world = dist.init(pick("npu", compiled=False))
+world = collectives.init(pick("npu", compiled=False))
 found = measure(0)
 assert set(found) == {"HcclReduceScatter", "HcclAllGather"}, found
 assert sum(calls for calls, _ in found.values()) == COLLECTIVES, found
 # The simulator counts what a rank keeps of a reduction and what it gives to a gather: a share of each.
 exchanged = sum(size for _, size in found.values()) * world.size
 assert abs(exchanged / ((4 + 2) * SHAPE.total_parameters) - 1) < 0.01, exchanged
-dist.teardown()
+collectives.teardown()
 """
 
 

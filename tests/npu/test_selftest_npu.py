@@ -15,7 +15,7 @@ from warm_process import ServerPopen
 
 import cannsim
 from ascendchat.cli import main
-from ascendchat.doctor import selftest
+from ascendchat.doctor import selftest, selftest_case
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
         cold = "versions" in words and "norm" in words  # torch_npu asks for the version of CANN when it is imported
         return (subprocess.Popen if cold else ServerPopen)(words, cwd=ROOT, **settings)
 
-    monkeypatch.setattr(selftest, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": start}))
+    monkeypatch.setattr(selftest_case, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": start}))
     return monkeypatch
 
 

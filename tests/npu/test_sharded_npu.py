@@ -6,7 +6,7 @@ import pytest
 
 CODE = """
 import os, torch, cannsim
-from ascendchat import dist
+from ascendchat.parallel import collectives
 from ascendchat.device import pick
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.gpt import GPT, dense
@@ -35,8 +35,8 @@ whole, expected = train(
     "cpu", "sdpa", 0, 8, lambda model: MuonAdamW(adamw_groups(model, 1e-2), compute_dtype=torch.float32)
 )
 device = pick("npu", dtype="fp32", compiled=False)
-world = dist.init(device)
-place, mine = dist.place(), 8 // world.size
+world = collectives.init(device)
+place, mine = collectives.place(), 8 // world.size
 
 def sharded(model):
     mesh = mesh_over(place, int(os.environ["TOGETHER"]))
@@ -44,7 +44,7 @@ def sharded(model):
     return ShardedAdamW(model, adamw_groups(model, 1e-2), mesh)
 
 model, losses = train(place, "npu_fusion", world.rank * mine, (world.rank + 1) * mine, sharded)
-dist.all_reduce(losses, "mean")
+collectives.all_reduce(losses, "mean")
 assert expected[-1] < expected[1] - 0.02, expected
 assert (losses.cpu() - expected).abs().max() < 1e-4, (losses, expected)
 half = LossScale(pick("npu", dtype="fp16", compiled=False))
@@ -55,7 +55,7 @@ assert set(saved) == (set(whole.state_dict()) if world.rank == 0 else set())
 for name, weight in saved.items():
     assert (weight - whole.state_dict()[name]).abs().max() < 1e-3, name
 assert any("FlashAttention" in name for name in cannsim.launches())
-dist.teardown()
+collectives.teardown()
 """
 
 

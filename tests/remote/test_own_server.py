@@ -47,7 +47,7 @@ import contextlib, os, pathlib, sys
 from ascendchat.config.rl import RlConfig
 from ascendchat.device import pick
 from ascendchat.parallel.context import joined
-from ascendchat.engine import rollouts
+from ascendchat.remote import rollouts
 
 program, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 command = [sys.executable, "-c", program, str(folder / sys.argv[3])]

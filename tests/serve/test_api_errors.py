@@ -183,7 +183,7 @@ def test_text_that_is_no_unicode_is_survived(server: Server, body: bytes, status
 
 def test_unknown_places_and_methods(server: Server) -> None:
     error_of(server.get("/v1/embeddings"), 404)
-    error_of(server.get("/web/../api.py"), 404)
+    error_of(server.get("/web/../app.py"), 404)
     error_of(server.get("/web/nothing.js"), 404)
     error_of(httpx.request("DELETE", f"{server.url}/v1/chat/completions"), 405)
 

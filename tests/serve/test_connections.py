@@ -192,9 +192,9 @@ def test_nothing_that_a_client_sends_becomes_a_header_or_a_line_of_the_log(narro
 
 def test_only_files_of_the_page_can_be_fetched(narrow: Server) -> None:
     for path in (
-        ["/web/../api.py", "/web/%2e%2e/api.py", "/web/..%2fapi.py", "/web/..%5capi.py", "/web//etc/passwd", "/web/.."]
+        ["/web/../app.py", "/web/%2e%2e/app.py", "/web/..%2fapp.py", "/web/..%5capp.py", "/web//etc/passwd", "/web/.."]
         + ["/web/%2fetc%2fpasswd", "/web/", "/web/%00", "/web/index.html%00.js", "/../../../../etc/passwd"]
-        + ["/web/%252e%252e%252fapi.py", "/web/%c0%ae%c0%ae/api.py"]
+        + ["/web/%252e%252e%252fapp.py", "/web/%c0%ae%c0%ae/app.py"]
     ):
         request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
         answer = narrow.raw(request)

@@ -72,16 +72,16 @@ def test_adapters_whose_base_is_on_the_host(place: Path) -> None:
 SHORT = """
 import os, sys, torch
 from ascendchat.cli import main
-from ascendchat.models.import_transformers import model
+from ascendchat.models import causal_lm
 
-attention = model.attention
+attention = causal_lm.attention
 
 def short_of_memory(module, *arguments, **named):
     if module.layer_idx == 1 and os.environ["RANK"] == "1" and "ASCENDCHAT_SMALLER" not in os.environ:
         raise torch.OutOfMemoryError("no room")  # rank 0 waits for its share of this layer
     return attention(module, *arguments, **named)
 
-model.attention = short_of_memory
+causal_lm.attention = short_of_memory
 sys.exit(main(sys.argv[1:]))
 """
 

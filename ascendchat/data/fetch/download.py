@@ -1,6 +1,7 @@
-"""Is a received file what it should be? Checksums, a look at its first bytes, and errors of the disk.
+"""Downloads files for `ascendchat data fetch`: many ranges at once, resumed, verified, published whole.
 
-Used by `ascendchat data fetch` before a file gets its final name.
+First what a received file should be (checksums, its first bytes, errors of the disk), then the downloads, then the file
+that is under way.
 """
 
 from __future__ import annotations

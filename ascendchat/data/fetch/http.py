@@ -1,4 +1,4 @@
-"""Names, passwords and tokens in URLs: used to ask a server, but never printed or stored. For `ascendchat data fetch`.
+"""HTTP for `ascendchat data fetch`: one client, and URLs whose names, passwords and tokens are never printed or stored.
 
 redact("https://bob:pw@host/a.zip?sig=abc&part=2")  ->  "https://***@host/a.zip?sig=***&part=2"
 """
