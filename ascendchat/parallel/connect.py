@@ -1,4 +1,4 @@
-"""How ranks find each other, for `collectives.init`: timeouts in the right order, and a roll-call naming who is missing."""
+"""How ranks find each other, for `collectives.init`: timeouts in the right order, and a roll-call of who is missing."""
 
 from __future__ import annotations
 

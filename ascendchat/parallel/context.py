@@ -50,4 +50,4 @@ def joined(device: Device, out: TextIO | None = None, *, quiet: bool = False) ->
     if not quiet:
         say(describe(device))
     yield Context(device, world, device.bind(world.local_rank), say)
-    collectives.teardown()  # after an error at exit (collectives.init sees to it), for it may wait: the message comes first
+    collectives.teardown()  # after an error at exit (init sees to it), for it may wait: the message comes first
