@@ -266,4 +266,5 @@ def test_an_algorithm_that_cannot_be_read_is_refused(on_npu, algorithm, ok):
         2,
         check=ok,
     )
-    assert ok or all(not rank.ok and "hcclAlgo" in rank.output for rank in ranks), ranks
+    assert ok or not any(rank.ok for rank in ranks), ranks
+    assert ok or any("hcclAlgo" in rank.output for rank in ranks), ranks  # the other may only lose its peer's store
