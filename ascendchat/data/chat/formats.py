@@ -49,6 +49,7 @@ from ascendchat.data.chat.turns import (
     opening,
     said,
     spoken,
+    talk_in,
     turns,
 )
 from ascendchat.errors import UserError
@@ -123,7 +124,7 @@ def choice(row: TableRow) -> Iterator[Conversation]:
 
 
 def question(row: TableRow) -> Iterator[Conversation]:
-    answer = row["answer"]
+    answer = talk_in(row["answer"])
     reply = calculations(answer) if isinstance(answer, str) else answer
     worked = [message("assistant", reply)] if isinstance(answer, str) else said(reply, "assistant")
     yield opened(row, history(row) + said(asked(row, "question"), "user")) + worked

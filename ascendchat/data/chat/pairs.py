@@ -46,7 +46,18 @@ from ascendchat.data.chat.template import (
     thoughtless_line,
     writable,
 )
-from ascendchat.data.chat.turns import asked, checked, history, message, opened, opening, said, spoken, turns
+from ascendchat.data.chat.turns import (
+    asked,
+    checked,
+    history,
+    message,
+    opened,
+    opening,
+    said,
+    spoken,
+    talk_in,
+    turns,
+)
 from ascendchat.data.corpus import shuffled
 from ascendchat.data.mixture import Batch, Batches
 from ascendchat.data.read import MAX_BROKEN
@@ -114,6 +125,7 @@ def prompt_of(row: TableRow) -> Conversation:
 
 def whole(head: Conversation, reply: Any) -> Conversation:
     """Prompt and reply. Some sets repeat the prompt in the reply."""
+    reply = talk_in(reply)
     if isinstance(reply, str):
         asked = head[-1]["content"] if head else ""
         if isinstance(asked, str) and SPOKEN.match(asked) and reply.startswith(asked):

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, cast
 
-from ascendchat.data.chat.tables import CALLS, THOUGHTS, TableRow
+from ascendchat.data.chat.tables import CALLS, SPEAKER, THOUGHTS, TableRow, is_talk
 from ascendchat.data.chat.template import ROLES, SPAN_OF, Conversation, Message, Part, content_parts, text_of
 from ascendchat.data.surrogates import HALF, has_half
 
@@ -126,6 +126,19 @@ def unpacked(value: Any, what: str) -> Any:
     return found
 
 
+def talk_in(value: Any) -> Any:
+    """The messages that a text holds as JSON, told by the first one, whose speaker is known; else the value itself: in
+    a column of texts any other JSON is a text."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    speaks = is_talk(found) and any(role_of(found[0].get(name)) for name in SPEAKER)
+    return found if speaks else value
+
+
 def in_order(entries: list[Any]) -> list[Any]:
     """The same messages, with the results of tools in the order of the calls that they name: from here on it is their
     order that tells whose they are."""
@@ -160,7 +173,8 @@ def cell(row: TableRow, names: str) -> Any:
 
 
 def said(content: Any, role: str) -> Conversation:
-    """A text is one message of this role; a list is messages already."""
+    """A text is one message of this role; a list is messages already, in JSON too."""
+    content = talk_in(content)
     if not isinstance(content, (str, list)):
         raise ValueError(f"what the {role} says is not text but {type(content).__name__}")
     return [message(role, content)] if isinstance(content, str) else turns(content)
@@ -179,7 +193,7 @@ def history(row: TableRow) -> Conversation:
 
 def asked(row: TableRow, name: str = "instruction") -> Any:
     """What a row asks in this column, with what it is about; a list of messages stays as it is."""
-    ask = row[name]
+    ask = talk_in(row[name])
     if isinstance(ask, list):
         return ask
     parts = [(name, ask), *((about, row[about]) for about in ABOUT if about != name and about in row)]

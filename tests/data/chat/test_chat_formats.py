@@ -224,6 +224,22 @@ def test_messages_may_be_json_text(tmp_path: Path, column: str) -> None:
             list(conversations(write(tmp_path, [{column: text}])))
 
 
+@pytest.mark.parametrize(
+    ("asks", "replies"),
+    [("prompt", "completion"), ("question", "answer"), ("instruction", "output"), ("query", "code")],
+)
+def test_messages_in_columns_of_a_pair_may_be_json_text(tmp_path: Path, asks: str, replies: str) -> None:
+    row = {asks: json.dumps([SYSTEM, USER]), replies: json.dumps([REPLY]), "input": ""}
+    assert read(tmp_path, row) == [SYSTEM, USER, REPLY]
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"role": "warrior", "content": "x"}]', '[{"from": "A", "value": 3}]', "[1]", "[]", "[{", "[" * 9999]
+)
+def test_other_json_in_columns_of_a_pair_is_text(tmp_path: Path, text: str) -> None:
+    assert read(tmp_path, {"prompt": text, "completion": text}) == [message("user", text), message("assistant", text)]
+
+
 ROWS = [{"messages": [USER, REPLY]}, {"messages": [USER, REPLY]}]
 
 

@@ -61,6 +61,22 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
+def as_cells(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as a csv has it: lists as JSON text."""
+    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in row.items()}
+
+
+@pytest.mark.parametrize("form", [form for form, row in FORMS.items() if as_cells(row) != row])
+def test_lists_of_messages_may_be_json_text_in_every_form(tmp_path: Path, form: str) -> None:
+    assert list(pairs(write(tmp_path / "pairs.jsonl", [as_cells(FORMS[form])]))) == [WANTED]
+
+
+def test_other_json_is_a_reply_like_any_text(tmp_path: Path) -> None:
+    chosen, rejected = '[{"role": "warrior", "content": "x"}]', '[{"from": "A", "value": 3}]'
+    (pair,) = pairs(write(tmp_path / "pairs.jsonl", [{"prompt": "[1, 2]", "chosen": chosen, "rejected": rejected}]))
+    assert [part[0]["content"] for part in pair] == ["[1, 2]", chosen, rejected]
+
+
 def read(tmp_path: Path, row: dict[str, Any]) -> Pair:
     (found,) = pairs(write(tmp_path / "pairs.jsonl", [row]))
     return found
