@@ -115,8 +115,9 @@ def called(parts: Sequence[Part], thoughts: str = "thought") -> list[Message]:
     return messages if number or any(thoughts in message for message in messages) else []
 
 
-def offered(talk: list[Message]) -> list[Message]:
-    """The conversation with the tools that its system message lists (data/chat/turns.py) beside its first message."""
+def offered(talk: list[Message], wants_system: bool = False) -> list[Message]:
+    """The conversation with the tools that its system message lists (data/chat/turns.py) beside its first message; a
+    system message that says nothing else goes, unless the template wants one."""
     if not talk or talk[0]["role"] != "system" or TOOLS_OFFERED not in talk[0]["content"]:
         return talk
     before, _, listed = talk[0]["content"].rpartition(TOOLS_OFFERED)
@@ -128,7 +129,8 @@ def offered(talk: list[Message]) -> list[Message]:
     if not found or not all(isinstance(tool, dict) for tool in found):
         return talk
     tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in found]
-    rest = [{"role": "system", "content": before.rstrip("\n")}, *talk[1:]] if before.strip() else talk[1:]
+    kept = wants_system or before.strip()
+    rest = [{"role": "system", "content": before.rstrip("\n")}, *talk[1:]] if kept else talk[1:]
     return [{**rest[0], OFFERED: tools}, *rest[1:]] if rest else talk
 
 
@@ -142,6 +144,10 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WRITTEN = {"text": "{}", "tool": "<<{}=", "output": "{}>>"}
 SHORT = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 NEXT = {"role": "user", "content": CALLED}
+LEADS: Sequence[Sequence[Message]] = (
+    (),
+    ({"role": "system", "content": "a"},),
+)  # before short talks, as they are tried
 OPENING, THOUGHT = "<think>", "</think>"  # around what an answer thinks
 BREAK = "\u200b"  # a zero-width space: put into what only looks like a special token
 
@@ -163,18 +169,19 @@ class ChatTemplate:
         self.inner, self._marked, self._names = inner, marked, dict(names)
         self.options: dict[str, Any] = {}  # further variables of the template, such as enable_thinking
         self.generation = bool(MARKED.search(str(inner.chat_template)))
+        # What short talks begin with, so that the template takes them; None where it refuses all
+        self.lead: Sequence[Message] | None = next((lead for lead in LEADS if self._takes([*lead, *SHORT])), None)
         self.calls = self._knows(PROBE_CALL, CALLED, ARGUMENT, RESULT)
         self.offers = self._knows(PROBE_OFFER, CALLED, ARGUMENT)
         source = str(inner.chat_template)
         named = (name for name in THOUGHTS if name in source and self._knows(probe_thought(name), CALLED, ARGUMENT))
         self.thoughts = next(named, None)
-        closing = self._closing()
-        self.closing = closing or ""
+        self.closing = self._closing()
         self.end = self._turn_end(self._names)
         if self.end is None and (end := self._turn_end(added)) is not None:  # as <|im_end|> of some ChatML models
             self.end, self._names[end] = end, added[end]
         self.follows = self._next_opening() if self.end is None else None
-        bare = closing is not None and self.end is None and self.follows is None and not self.generation
+        bare = self.lead is not None and self.end is None and self.follows is None and not self.generation
         self.appended = next(iter(stops), None) if bare else None  # learnt in place of `closing`, as the end of a reply
         found = [number for number in (self.end, self.follows) if number is not None]
         self.stops = tuple(dict.fromkeys([*found, *stops]))
@@ -242,8 +249,10 @@ class ChatTemplate:
 
     def around_thoughts(self) -> tuple[str, str]:
         """(what an answer without thoughts learns before its words, what only prompts open the assistant's turn by)."""
-        talk = [SHORT[0], {"role": "assistant", "content": CALLED}]
-        before, (through, span) = self._text(talk[:1], opened=True), self._turn(talk, 1)
+        if self.lead is None:  # it takes other conversations
+            return "", ""
+        talk = [*self.lead, SHORT[0], {"role": "assistant", "content": CALLED}]
+        before, (through, span) = self._text(talk[:-1], opened=True), self._turn(talk, len(talk) - 1)
         return through[span.begin : through.rindex(CALLED)], before[span.begin :]
 
     def learns_ends(self) -> bool:
@@ -251,7 +260,7 @@ class ChatTemplate:
         if not self.generation:
             return True
         try:
-            ids, mask = self.render(SHORT)
+            ids, mask = self.render([*(self.lead or ()), *SHORT])
         except UserError:  # it takes other conversations
             return True
         return any(mine and token in self.stops for token, mine in zip(ids, mask))
@@ -269,7 +278,7 @@ class ChatTemplate:
             else:
                 text = "".join(WRITTEN[part["type"]].format(part["text"]) for part in parts if part["type"] in WRITTEN)
                 talk.append({"role": message["role"], "content": text})
-        return offered(talk) if self.offers else talk
+        return offered(talk, bool(self.lead)) if self.offers else talk
 
     def _cannot_write(self, messages: Sequence[Message]) -> bool:
         """Whether functions are called here though the template knows none. In a text, as GSM8K's calculator, the model
@@ -343,12 +352,13 @@ class ChatTemplate:
         """The same in time that grows with the conversation, not with its square: each exchange is written behind a
         short one and before the user's next word. None where these parts do not make up the text, for instance since
         the template counts the turns."""
+        short = [*(self.lead or ()), *SHORT]
         starts = [0, *(at for at in range(1, len(talk)) if begins_exchange(talk, at)), len(talk)]
         spans, end = list[Span](), 0
         try:
-            opening = self._text([*SHORT, NEXT], opened=False).rpartition(CALLED)[0]
+            opening = self._text([*short, NEXT], opened=False).rpartition(CALLED)[0]
             for begin, stop in itertools.pairwise(starts):
-                before, known = (SHORT, opening) if begin else ((), "")
+                before, known = (short, opening) if begin else ([], "")
                 part = [*before, *talk[begin:stop]]
                 written = body = self._text(part if stop == len(talk) else [*part, NEXT], opened=False)
                 if stop < len(talk):
@@ -450,21 +460,27 @@ class ChatTemplate:
         return pieces
 
     def _knows(self, talk: Sequence[Message], *words: str) -> bool:
-        """Whether the template writes all of these words."""
+        """Whether the template writes all of these words; asked with a system message where it refuses without."""
+        for lead in LEADS:
+            with contextlib.suppress(UserError):
+                text = self._text([*lead, *talk], opened=False)
+                return all(word in text for word in words)
+        return False
+
+    def _takes(self, talk: Sequence[Message]) -> bool:
+        """Whether the template does not refuse it."""
         try:
-            text = self._text(talk, opened=False)
+            self._text(talk, opened=False)
         except UserError:
             return False
-        return all(word in text for word in words)
+        return True
 
-    def _closing(self) -> str | None:
-        """What the template writes behind the words of the assistant's last turn; None where it refuses short talks
-        without and with a system message."""
-        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": CALLED}]
-        for first in ([], [{"role": "system", "content": "a"}]):
-            with contextlib.suppress(UserError):
-                return self._text([*first, *talk], False).rpartition(CALLED)[2]
-        return None
+    def _closing(self) -> str:
+        """What the template writes behind the words of the assistant's last turn, if it takes a short talk."""
+        if self.lead is None:
+            return ""
+        talk = [*self.lead, SHORT[0], {"role": "assistant", "content": CALLED}]
+        return self._text(talk, opened=False).rpartition(CALLED)[2]
 
     def _turn_end(self, names: Mapping[int, str]) -> int | None:
         """The first of these tokens that closes a turn of the assistant, if there is one but line breaks."""
@@ -475,7 +491,8 @@ class ChatTemplate:
         """Where no token closes a turn: the special one that opens the user's next turn, by which the model ends its
         own (GLM)."""
         try:
-            through, text = (self._text(talk, opened=False) for talk in (SHORT, [*SHORT, NEXT]))
+            short = [*(self.lead or ()), *SHORT]
+            through, text = (self._text(talk, opened=False) for talk in (short, [*short, NEXT]))
         except UserError:
             return None
         behind = self._marked.encode(text[len(through) :], add_special_tokens=False).ids

@@ -210,9 +210,9 @@ def test_thoughts_that_such_a_template_leaves_out_are_refused() -> None:
 BARE = "<|bos|>{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"  # as GLM: no end of a turn
 
 
-def bare() -> HFTokenizer:
+def bare(first: str = "") -> HFTokenizer:
     """With a template whose turns have no end of their own."""
-    inner = inner_of(BARE + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    inner = inner_of(first + BARE + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
     inner.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|tool|>", "<|system|>"]})
     return HFTokenizer(inner, hf_models.texts().vocab_size + 5)
 
@@ -677,10 +677,50 @@ def test_half_a_character_is_read_as_our_own_tokenizer_reads_it(template: str) -
     assert ours.encode(HALF) == ours.encode(WHOLE)
 
 
+STRICT = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('none') }}{% endif %}"
+
+
 def test_a_template_that_wants_a_system_message_is_not_taken_for_one_without_an_end() -> None:
     """Else eos_token was learnt once more, behind the line break that follows the end."""
-    strict = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('none') }}{% endif %}" + hf_models.CHATML
-    made, said = tokenizer(strict), list[str]()
+    made, said = tokenizer(STRICT + hf_models.CHATML), list[str]()
     assert render(made, TALK) == render(tokenizer(), TALK)
     say_ends(made, said.append)
+    assert not said
+
+
+def test_a_template_that_wants_a_system_message_writes_calls_offers_and_thoughts_itself() -> None:
+    """The questions that find out whether it has forms for them have none: it refused them."""
+    strict, free = (tokenizer(template).template for template in (STRICT + THINKS, THINKS))
+    assert strict is not None
+    assert free is not None
+    assert (strict.calls, strict.offers, strict.thoughts) == (free.calls, free.offers, free.thoughts)
+    assert (strict.calls, strict.offers, strict.thoughts) == (True, True, "thinking")
+    talk = [TALK[0], *THOUGHT_TALK, TALK[1], {"role": "assistant", "content": [*CALLS, {"type": "text", "text": "4"}]}]
+    assert strict.render(talk) == free.render(talk)
+    assert strict.around_thoughts() == free.around_thoughts()
+
+
+def test_a_system_message_that_only_offers_tools_stays_where_the_template_wants_one() -> None:
+    made = tokenizer(STRICT + WITH_TOOLS)
+    listed = {"role": "system", "content": 'You can call these tools:\n[{"name": "weather"}]'}
+    words = made.decode(render_prompt(made, [listed, TALK[1]])).split("<|im_start|>")[1:]
+    assert words[0] == 'tools\n[{"type": "function", "function": {"name": "weather"}}]<|im_end|>\n'
+    assert words[1] == "system\n<|im_end|>\n"
+
+
+def test_turns_of_a_template_that_wants_a_system_message_are_written_by_exchange() -> None:
+    """In time that grows with their number, not with its square; where no token ends a turn too."""
+    talk = [TALK[0], *EXCHANGE * 3]
+    for made, theirs in ((tokenizer(STRICT + hf_models.CHATML), tokenizer()), (bare(STRICT), bare())):
+        strict, free = made.template, theirs.template
+        assert strict is not None
+        assert free is not None
+        assert (strict.end, strict.follows, strict.stops) == (free.end, free.follows, free.stops)
+        assert strict._spans_by_exchange(talk, strict._text(talk, opened=False)) is not None
+        assert strict.render(talk) == free.render(talk)
+
+
+def test_a_template_that_takes_no_short_talk_says_nothing_of_thoughts() -> None:
+    made, said = tokenizer("{% if messages | length < 9 %}{{ raise_exception('short') }}{% endif %}"), list[str]()
+    say_thoughts(made.template, said.append)
     assert not said
