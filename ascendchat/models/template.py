@@ -273,11 +273,11 @@ class ChatTemplate:
         talk: list[Message] = []
         for message in canonical(messages):
             parts = [{**part, "text": self._safe(part["text"])} for part in content_parts(message["content"])]
-            if (self.calls or self.thoughts) and (written := called(parts, self.thoughts or "")):
-                talk += written
-            else:
-                text = "".join(WRITTEN[part["type"]].format(part["text"]) for part in parts if part["type"] in WRITTEN)
-                talk.append({"role": message["role"], "content": text})
+            written = called(parts, self.thoughts or "") if self.calls or self.thoughts else []
+            if not written and self.thoughts:  # what is called is no function: thoughts keep their place beside it
+                written = called(in_text(parts), self.thoughts)
+            said = "".join(part["text"] for part in in_text(parts) if part["type"] == "text")
+            talk += written or [{"role": message["role"], "content": said}]
         return offered(talk, bool(self.lead)) if self.offers else talk
 
     def _cannot_write(self, messages: Sequence[Message]) -> bool:
@@ -497,6 +497,15 @@ class ChatTemplate:
             return None
         behind = self._marked.encode(text[len(through) :], add_special_tokens=False).ids
         return behind[0] if text.startswith(through) and behind and behind[0] in self._names else None
+
+
+def in_text(parts: Sequence[Part]) -> list[Part]:
+    """The same, with calls and their results in the text around them, as GSM8K writes those of its calculator."""
+    found: list[Part] = []
+    for kind, run in itertools.groupby(parts, key=lambda part: "text" if part["type"] in WRITTEN else part["type"]):
+        texts = [WRITTEN.get(part["type"], "{}").format(part["text"]) for part in run]
+        found += [{"type": kind, "text": text} for text in (texts if kind != "text" else ["".join(texts)])]
+    return found
 
 
 def turns_in(talk: Sequence[Message]) -> list[int]:

@@ -359,8 +359,10 @@ def test_what_the_assistant_thinks_reaches_a_template_that_has_a_place_for_it() 
     call = '<call>{"name": "f", "arguments": {}}</call><|im_end|>'
     parts = [f"<think>one</think>{call}", f"<think>two</think>{call}", "four<|im_end|>"]
     assert written(render(made, talk), made) == parts
-    mixed = [{"role": "assistant", "content": [steps[0], {"type": "tool", "text": "17+25"}]}]
-    assert "<<17+25=" in made.decode(render(made, [TALK[1], *mixed]).ids)
+    sums = [{"type": "tool", "text": "17+25"}, {"type": "output", "text": "42"}, {"type": "text", "text": "42."}]
+    mixed = [{"role": "assistant", "content": [steps[0], {"type": "text", "text": "It is "}, *sums, steps[3], *sums]}]
+    once, twice = "<think>one</think>It is <<17+25=42>>42.<|im_end|>", "<think>two</think><<17+25=42>>42.<|im_end|>"
+    assert written(render(made, [TALK[1], *mixed]), made) == [once, twice], "the calculator is no function"
 
 
 def test_what_the_assistant_thinks_is_left_out_and_said_where_it_has_no_place() -> None:
