@@ -31,7 +31,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -96,9 +96,15 @@ def format_of(name: str) -> tuple[str, str]:
     return (kind, packing) if kind in SUFFIXES and not (kind in BINARY and packing) else ("", "")
 
 
-def files_in(folder: Path) -> list[Path]:
+def may_be_data(path: Path) -> bool:
+    """Whether the name is that of a file with rows; without an ending also of a folder of such."""
+    return not path.suffix or bool(format_of(path.name)[0])
+
+
+def files_in(folder: Path, needed: Callable[[Path], bool] = may_be_data) -> list[Path]:
     """The files below a folder, in a fixed order: those of linked folders too, but nothing hidden. A folder that links
-    reach again is read once; a link to nothing is an error, for its file would be missing silently."""
+    reach again is read once; a link to nothing is an error where its file is `needed`, for it would be missing
+    silently."""
     found, seen = list[Path](), set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(place)) in seen:
@@ -107,7 +113,7 @@ def files_in(folder: Path) -> list[Path]:
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += (Path(place, name) for name in names if not name.startswith("."))
-    if broken := next((path for path in found if path.is_symlink() and not path.exists()), None):
+    if broken := next((path for path in found if path.is_symlink() and not path.exists() and needed(path)), None):
         raise UserError(f"{broken} is a link to nothing; copy the file that it names (cp -L), or remove the link")
     return sorted(path for path in found if path.is_file())
 

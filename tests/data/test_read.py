@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from ascendchat.data.read import TXT_PIECE, Tally, file_documents, read_documents, source_files
+from ascendchat.data.read import TXT_PIECE, Tally, file_documents, files_in, read_documents, source_files
 from ascendchat.errors import UserError
 
 TEXTS = ["One.", "二号文件。\nsecond line", 'three, with "quotes" and \ttab', "四 emoji 🌍", "x" * 70_000]
@@ -108,6 +108,21 @@ def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
         source_files([tmp_path])
     (tmp_path / "b.txt").rename(tmp_path / ".b.txt")
     assert [path.name for path in source_files([tmp_path])] == ["a.txt"]
+
+
+def test_a_link_to_nothing_beside_the_data_is_passed_over(tmp_path: Path) -> None:
+    """Its name says that it holds no rows; one without an ending may be a file of any kind, or a folder."""
+    (tmp_path / "gsm8k").mkdir()
+    write(tmp_path / "gsm8k" / "test.jsonl", b'{"text": "a"}')
+    for name in ("README.md", "model.safetensors"):
+        (tmp_path / name).symlink_to(tmp_path / "gone")
+    assert [path.name for path in source_files([tmp_path])] == ["test.jsonl"]
+    assert [path.name for path in files_in(tmp_path)] == ["test.jsonl"]
+    for name in ("more", "b.jsonl.gz", "b.zip", "0000.PARQUET"):
+        (tmp_path / name).symlink_to(tmp_path / "gone")
+        with pytest.raises(UserError, match=f"{name} is a link to nothing"):
+            source_files([tmp_path])
+        (tmp_path / name).unlink()
 
 
 def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:

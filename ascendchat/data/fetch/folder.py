@@ -21,7 +21,7 @@ from ascendchat.data.fetch.download import PIECE, disk_error, not_data
 from ascendchat.data.fetch.lock import notify
 from ascendchat.data.fetch.request import FetchRequest, matches
 from ascendchat.data.fetch.sources import ALSO, SETS, DataSet
-from ascendchat.data.read import files_in
+from ascendchat.data.read import files_in, may_be_data
 from ascendchat.data.verify import read_manifest, write_manifest
 from ascendchat.errors import UserError
 from ascendchat.files import sha256
@@ -75,7 +75,11 @@ def validation_files(files: Sequence[Path]) -> set[Path]:
 
 
 def _below(folder: Path, patterns: str) -> list[str]:
-    names = [p.relative_to(folder).as_posix() for p in files_in(folder)]
+    def needed(path: Path) -> bool:
+        named = patterns != "*" and matches(path.relative_to(folder).as_posix(), patterns)
+        return named or may_be_data(path)
+
+    names = [p.relative_to(folder).as_posix() for p in files_in(folder, needed)]
     return [n for n in names if matches(n, patterns) and n != "manifest.json" and not n.endswith((".part", ".tmp"))]
 
 

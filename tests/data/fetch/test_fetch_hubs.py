@@ -162,6 +162,17 @@ def test_linked_folders_of_a_local_source_are_copied_and_hidden_ones_are_not(tmp
     assert not (folder / "sub").is_symlink(), "copied, so that the set does not change with its origin"
 
 
+def test_a_link_to_nothing_in_a_local_source_is_named_where_its_file_is_wanted(tmp_path: Path) -> None:
+    put = tmp_path / "usb" / "gsm8k"
+    put.mkdir(parents=True)
+    (put / "test.jsonl").write_bytes(b"{}")
+    (put / "README.md").symlink_to(tmp_path / "gone")
+    folder = fetch("gsm8k", source=str(tmp_path / "usb"))
+    assert sorted(path.name for path in folder.iterdir() if path.suffix == ".jsonl") == ["test.jsonl"]
+    with pytest.raises(UserError, match=r"README\.md is a link to nothing"):
+        fetch("gsm8k", source=str(tmp_path / "usb"), files="*.md,*.jsonl")
+
+
 def test_a_local_folder_is_a_source_and_is_verified(tmp_path: Path) -> None:
     usb = tmp_path / "usb"
     for path, content in {"gsm8k/train.jsonl": b"{}", "gsm8k/sub/test.jsonl": b"[]", "mmlu.zip": b"PK1"}.items():
