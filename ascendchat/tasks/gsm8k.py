@@ -15,15 +15,22 @@ from ascendchat.errors import UserError
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT, set_rows
 
-DECIMAL = r"(?:(?<!\d)[-+\u2212])?(?:\d+(?:,\d+)*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?"  # \u2212: a minus sign
-NUMBER = rf"(?:(?<!\d/){DECIMAL}/\d+(?![/.,]?\d)|{DECIMAL})"  # 1/2 is one number, 3/4/2024 are three
+SIGN = r"[-+\u2212]"  # \u2212: a minus sign
+POWER = r"[eE][-+]?\d"
+DECIMAL = rf"(?:(?<!\d){SIGN})?(?:\d+(?:,\d+)*(?:\.\d+)?|(?<!\d)\.\d+)(?:{POWER}+(?![A-Za-z\d]))?"
+NUMBER = rf"(?:(?<!\d/){DECIMAL}/\d+(?![/.,]?\d|{POWER})|{DECIMAL})"  # 1/2 is one number, 3/4/2024 are three
+OTHER = rf"[/.,^]?\d|\.?{POWER}|\*\*?\d"  # behind a number: it is a part of another one
 # No blank can be taken in two ways, so it takes linear time over what a degenerate model writes
-FINAL = re.compile(rf"####\s*(?:\$\s*)?({NUMBER})(?![/.,]?\d)")
+FINAL = re.compile(rf"####\s*(?:\*\*\s*)?(?:\$\s*)?((?:{SIGN}\s+)?{NUMBER})(?!{OTHER})")
+SIGNED = re.compile(rf"({SIGN})\s+(?=[.\d])")
 
 
 def as_number(text: str) -> Decimal | None:
-    """1,000 and $1000.00 and 1e3 are the same, 1/2 and .5 too; None of what is no number."""
-    over, slash, under = text.strip().lstrip("$").replace(",", "").replace("\u2212", "-").partition("/")
+    """1,000 and $1000.00 and 1e3 are the same, 1/2 and .5 too, and - 3 is -3; None of what is no number."""
+    text = text.strip().lstrip("$")
+    if apart := SIGNED.match(text):
+        text = apart[1] + text[apart.end() :]
+    over, slash, under = text.replace(",", "").replace("\u2212", "-").partition("/")
     try:
         number = Decimal(over) / Decimal(under) if slash else Decimal(over)
     except ArithmeticError:  # no number, or divided by 0

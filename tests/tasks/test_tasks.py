@@ -7,6 +7,7 @@ import lzma
 import re
 import time
 import zipfile
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from ascendchat.rl import rewards
 from ascendchat.tasks import named as tasks
 from ascendchat.tasks.dialog import Stored
 from ascendchat.tasks.files import SPLIT, belongs
-from ascendchat.tasks.gsm8k import FINAL, final_number
+from ascendchat.tasks.gsm8k import FINAL, SIGNED, as_number, final_number
 from ascendchat.tasks.humaneval import CODE_BLOCK, HumanEval, code_of, pass_at_k
 
 
@@ -244,6 +245,45 @@ def test_gsm8k_becomes_calculator_calls_and_is_judged_by_the_number_behind_the_m
 
 
 @pytest.mark.parametrize(
+    ("reply", "number"),
+    [
+        ("#### **18**", 18),
+        ("#### **$18.50**", "18.5"),
+        ("**#### 18**", 18),
+        ("#### ** - 3 ** apples", -3),
+        ("#### - 3", -3),
+        ("#### \u2212 3", -3),
+        ("#### $ - 3", -3),
+        ("#### 18 - 3", 18),
+        ("#### 18e5", 1800000),
+        ("#### 18eggs", 18),
+        ("#### 18 * 2", 18),
+        ("#### 1/1e5", None),
+        ("#### 12/15e5", None),
+        ("#### 18e5x", None),
+        ("#### 18e55x", None),
+        ("#### 1.e5", None),
+        ("#### 10^5", None),
+        ("#### 10**5", None),
+        ("#### 3*4", None),
+        ("#### - - 3", None),
+        ("#### **", None),
+    ],
+)
+def test_a_number_behind_the_marks_is_read_whole_or_not(reply: str, number: object) -> None:
+    assert final_number(reply) == (None if number is None else Decimal(str(number)))
+
+
+def test_a_bare_answer_may_have_a_blank_behind_its_sign() -> None:
+    assert [as_number(text) for text in ("- 3", " \u2212 .5", "10 - 3", "- 3 apples")] == [
+        -3,
+        Decimal("-.5"),
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
     ("reply", "code"),
     [
         ("Sure:\n```python\nx = 1\n```\nDone. ```python\ny\n```", "x = 1\n"),
@@ -395,7 +435,8 @@ def test_the_model_answers_of_the_toy_world_are_right_and_others_are_not() -> No
             assert not task.correct(row, "zzz")
 
 
-FILLINGS = " ", "\n", "#", "`", "~", "9", ",", "1,", "a", "$", " $", "<<", '\\"', '"', "\\", "\n\n", "####", "### "
+MARKS = "#", "`", "~", ",", "$", " $", "<<", '\\"', '"', "\\", "####", "### ", "**", "- "
+FILLINGS = " ", "\n", "\n\n", "9", "1,", "1e5", "a", *MARKS
 
 
 @pytest.mark.parametrize(
@@ -403,6 +444,11 @@ FILLINGS = " ", "\n", "#", "`", "~", "9", ",", "1,", "a", "$", " $", "<<", '\\"'
     [
         (FINAL, "####{}x"),
         (FINAL, "#### ${}x"),
+        (FINAL, "#### **{}x"),
+        (FINAL, "#### -{}x"),
+        (FINAL, "#### ** $ - {}e5x"),
+        (FINAL, "#### 1{}e5x"),
+        (SIGNED, "-{}x"),
         (FINAL, "{}#### 1"),
         (CODE_BLOCK, "```{}`"),
         (CODE_BLOCK, "~~~{}~"),
