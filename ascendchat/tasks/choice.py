@@ -8,6 +8,7 @@ where the answer begins. Guessing is right in a quarter of the cases.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,10 +67,16 @@ class ChoiceQuestion:
         return cls(stem, tuple(str(choice).strip() for choice in choices), answer)
 
 
+HAN = re.compile("[\u3400-\u9fff]")
+
+
 def is_letter(reply: str, letter: str) -> bool:
-    """Whether a reply begins with this letter, and with no word or sentence of which it is a part: A dog is not A."""
+    """Whether a reply begins with this letter, and with no word or sentence of which it is a part: A dog is not A. In
+    front of Chinese, which has no articles, a blank is enough to set it apart."""
     line = reply.strip().split("\n")[0]
-    return line[:1] == letter and not line[1:].lstrip()[:1].isalnum()
+    behind = line[1:].lstrip()[:1]
+    apart = line[1:2].isspace() and HAN.match(behind) is not None
+    return line[:1] == letter and (apart or not behind.isalnum())
 
 
 class Exam(Task):

@@ -60,7 +60,20 @@ def test_choice(reply: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "reward"), [("A dog is the answer, so B", 0.0), ("A (dog)", 1.0), ("A: a dog", 1.0), ("A \ndog", 1.0)]
+    ("reply", "reward"),
+    [
+        ("A dog is the answer, so B", 0.0),
+        ("A (dog)", 1.0),
+        ("A: a dog", 1.0),
+        ("A \ndog", 1.0),
+        ("A 因为狗会叫", 1.0),
+        ("A\u3000因为狗会叫", 1.0),
+        ("A，因为狗会叫", 1.0),
+        ("A股上涨，所以选B", 0.0),
+        ("A été is no summer, so B", 0.0),
+        ("A 100 m race, so B", 0.0),
+        ("B 因为 A 不对", 0.0),
+    ],
 )
 def test_a_word_of_one_letter_is_no_choice(reply: str, reward: float) -> None:
     assert rewards.choice("q", reply, answer="A") == reward
