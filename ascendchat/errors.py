@@ -24,6 +24,14 @@ class OutOfMemory(UserError):
     status = 71  # EX_OSERR of sysexits.h
 
 
+def of_rank(problem: Exception, rank: int) -> UserError:
+    """What other ranks say of what ends this one, so that none waits for it; only this one has its traceback."""
+    if isinstance(problem, UserError):
+        return problem
+    words = " ".join(str(problem).split())[:MOST_NAMED]
+    return UserError(f"rank {rank} cannot go on ({type(problem).__name__}: {words}); its own output has the traceback")
+
+
 def home() -> Path:
     """Where data, tokenizers and runs live: $ASCENDCHAT_HOME, by default ~/.cache/ascendchat."""
     return Path(os.environ.get("ASCENDCHAT_HOME") or "~/.cache/ascendchat").expanduser().absolute()

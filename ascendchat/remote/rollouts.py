@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from ascendchat.config.rl import RlConfig, vllm_settings
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device.env import devices_behind, without_own_settings
-from ascendchat.errors import UserError
+from ascendchat.errors import UserError, of_rank
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.processes import free_port
@@ -226,6 +226,7 @@ def started(
 ) -> tuple[list[str], str]:
     """Addresses and key of servers of our own; what rank 0 cannot start is a UserError on every rank."""
     found: tuple[list[str], str, str] = [], "", ""
+    own: Exception | None = None
     if here.main:
         try:
             key = private_key(folder / "key")
@@ -244,11 +245,11 @@ def started(
                     for server in servers:
                         server.give_up()
                     raise
-        except UserError as error:
-            found = [], "", str(error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks wait)
+            found, own = ([], "", str(of_rank(error, here.world.rank))), error
     urls, key, problem = collectives.broadcast_object(found)
     if problem:
-        raise UserError(problem)
+        raise own or UserError(problem)
     return urls, key
 
 

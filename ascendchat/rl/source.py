@@ -21,7 +21,7 @@ import torch
 
 from ascendchat.checkpoint import host_copy
 from ascendchat.engine.request import Completion, Request, Weights
-from ascendchat.errors import UserError
+from ascendchat.errors import UserError, of_rank
 from ascendchat.parallel import collectives
 from ascendchat.rl.rollout import Begun, Rollout, begun
 from ascendchat.rl.schedule import Rhythm, Slot
@@ -93,9 +93,14 @@ class InTurn:
 
     def _send(self, version: int) -> None:
         """Once for all ranks. What cannot be sent ends the run on every rank."""
-        problem = self._load(version) if collectives.world().rank == 0 else ""
+        problem, own = "", None
+        if collectives.world().rank == 0:
+            try:
+                problem = self._load(version)
+            except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks wait)
+                problem, own = str(of_rank(error, 0)), error
         if problem := collectives.broadcast_object(problem):
-            raise UserError(problem)
+            raise own or UserError(problem)
         if collectives.world().rank:
             self.rollout.generator.renew(version)
 

@@ -26,7 +26,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.padding import to_device
 from ascendchat.engine.request import Completion
-from ascendchat.errors import UserError
+from ascendchat.errors import UserError, of_rank
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.models.trained import HFSource
 from ascendchat.nn import IGNORE
@@ -94,7 +94,7 @@ class RlStage(Stage):
         self._complained = False  # of a disk that takes no transcripts
         self._seen: list[Slot] | None = None  # of a batch that nothing was told of yet
         self._size = 0, 0  # tokens and answers that this rank learns from in a step
-        self._problem: UserError | None = None  # why this rank has no more answers; raised where all ranks meet
+        self._problem: Exception | None = None  # why this rank has no more answers; raised where all ranks meet
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class RlStage(Stage):
             self.model.eval()  # it may be the one that answers
             try:
                 wave = next(waves, None)
-            except UserError as problem:
+            except Exception as problem:  # noqa: BLE001 (whatever it is, the other ranks wait)
                 wave, self._problem = None, problem
             self.model.train()
             if wave is None:
@@ -164,7 +164,9 @@ class RlStage(Stage):
         collectives.all_reduce(total, "sum")
         tokens, answers, problems = total.tolist()
         if problems:
-            raise next(filter(None, collectives.gather_objects(self._problem)))
+            told = self._problem and of_rank(self._problem, collectives.world().rank)
+            every = collectives.gather_objects(told)
+            raise self._problem or next(filter(None, every))
         self._known = {} if self._seen is None else self._note(step, self._seen)
         self._seen = None
         most, longest = self._most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.parallel import collectives
+from ascendchat.rl.source import InTurn
 from ascendchat.rl.stage import RlStage
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.schedule import lr_scale, rates
@@ -187,13 +189,13 @@ def test_a_run_moves_between_one_three_two_and_one_ranks(alone: Trained, tmp_pat
     np.testing.assert_allclose(weights, alone[1], atol=1e-3, rtol=1e-2)
 
 
-def rl_that_ends(rank: int) -> str:
-    """What an rl stage says whose second rank cannot judge the answers of its batch."""
+def rl_that_ends(rank: int, problem: Exception) -> str:
+    """What an rl stage says whose second rank meets this problem with its batch."""
     collectives.init(Host())
 
     def waves(batch: int) -> Iterator[list[Any]]:
         if rank == 1:
-            raise UserError("--reward judge has judged none of 2 answers; mend the function")
+            raise problem
         yield []
 
     stage: Any = RlStage.__new__(RlStage)
@@ -203,12 +205,46 @@ def rl_that_ends(rank: int) -> str:
     try:
         assert len(list(stage.waves(0))) == (rank == 0)
         stage.correction(0)
-    except UserError as problem:
-        return str(problem)
+    except UserError as said:
+        return str(said)
+    except ValueError as said:
+        places = [place.name for place in traceback.extract_tb(said.__traceback__)]
+        return f"{said} in {places[-1]}"
     finally:
         collectives.teardown()
     return ""
 
 
 def test_a_rank_whose_answers_cannot_be_judged_ends_rl_with_its_sentence_on_every_rank() -> None:
-    assert run_ranks(rl_that_ends, 2) == ["--reward judge has judged none of 2 answers; mend the function"] * 2
+    said = "--reward judge has judged none of 2 answers; mend the function"
+    assert run_ranks(rl_that_ends, 2, UserError(said)) == [said] * 2
+
+
+def test_an_error_of_the_program_on_one_rank_of_rl_ends_it_on_every_rank_with_one_traceback() -> None:
+    first, second = run_ranks(rl_that_ends, 2, ValueError("no such\nslot"), seconds=60)
+    assert first == "rank 1 cannot go on (ValueError: no such slot); its own output has the traceback"
+    assert second == "no such\nslot in waves"
+
+
+def weights_that_cannot_be_sent(rank: int) -> str:
+    """What each rank says when sending new weights meets an error of the program."""
+    collectives.init(Host())
+
+    def load(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such place")
+
+    source: Any = InTurn.__new__(InTurn)
+    source.rollout, source._weights = SimpleNamespace(generator=SimpleNamespace(load=load)), {}
+    try:
+        source._send(1)
+    except (UserError, RuntimeError) as said:
+        return f"{type(said).__name__}: {said}"
+    finally:
+        collectives.teardown()
+    return ""
+
+
+def test_an_error_of_the_program_while_weights_are_sent_ends_rl_on_every_rank() -> None:
+    first, second = run_ranks(weights_that_cannot_be_sent, 2, seconds=60)
+    assert first == "RuntimeError: no such place"
+    assert second == "UserError: rank 0 cannot go on (RuntimeError: no such place); its own output has the traceback"
