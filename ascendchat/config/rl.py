@@ -84,7 +84,8 @@ class RlConfig(ChatTrainConfig):
     rollout_key_file: str = ""
     "file whose first line is the API key of the servers; by default the first key in $ASCENDCHAT_API_KEYS, if any"
     rollout_timeout: float = option(900.0, above=0, most=1e6)
-    "seconds for one answer of a server"
+    """seconds for one answer of a server; with --rollouts more than the server's --request-timeout, so that what it has
+    written by then is kept and continued"""
     rollout_patience: float = option(600.0, above=0, most=1e6)
     "seconds without any server that answers, after which the run ends"
     rhythm: Literal["sync", "stream", "async"] = "sync"

@@ -207,12 +207,24 @@ def open_rollouts(
             scorer=scorer,
         )
         with fleet:
+            say_late(fleet, config.rollout_timeout, say)
             if fleet.context < sizes.context:
                 raise UserError(
                     f"the servers for rollouts have a context of {fleet.context} tokens and the rows of training "
                     f"{sizes.context}; start them with a longer one, or train with a smaller --max-seq-len"
                 )
             yield fleet
+
+
+def say_late(fleet: Fleet, timeout: float, say: Callable[[str], None]) -> None:
+    """Name servers that would hand over what they have written when nobody waits for it any more."""
+    for url, remote in [(member.url, member.remote) for member in fleet.members]:
+        limit = remote.server.request_timeout if remote else 0.0
+        if limit >= timeout:
+            say(
+                f"{url} ends an answer after {limit:g} s (--request-timeout); by then --rollout-timeout, "
+                f"{timeout:g} s, has given it up, and what was written is lost: give the server less, or the run more"
+            )
 
 
 def started(

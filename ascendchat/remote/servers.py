@@ -43,6 +43,7 @@ class Server:
         self.link, self.model = link, str(card["id"])
         self.context = int(card.get("max_model_len") or own.get("context") or 0)
         self.weight_version = int(own.get("version") or 0)
+        self.request_timeout = float(own.get("request_timeout") or 0)  # seconds until it ends an answer; 0: unknown
         if not self.context:
             raise UserError(f"{link.url} does not say how long the context of its model is: it is no server for this")
 

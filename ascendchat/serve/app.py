@@ -162,6 +162,7 @@ def model_card(service: Service) -> dict[str, Any]:
         "context": about.context,
         "device": about.device,
         "devices": config.devices,
+        "request_timeout": config.request_timeout,
         **service.facts,
         "version": service.version,
         "defaults": {"temperature": config.temperature, "top_k": config.top_k, "max_tokens": config.max_tokens},

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from ascendchat.parallel.collectives import World
 from ascendchat.parallel.context import Context
 from ascendchat.remote import fleet
 from ascendchat.remote.http import NoAnswer
-from ascendchat.remote.rollouts import OwnServer, Sizes, check_addresses, serve_command
+from ascendchat.remote.rollouts import OwnServer, Sizes, check_addresses, say_late, serve_command
+from ascendchat.remote.servers import Server
+from ascendchat.serve.app import model_card
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -81,6 +84,19 @@ def test_a_server_hands_over_what_it_has_before_the_trainer_gives_up() -> None:
     words = serve_command(config, Path("weights"), here, Path("key"), Sizes(1, 8))
     (limit,) = [word.partition("=")[2] for word in words if word.startswith("--request-timeout=")]
     assert 0 < float(limit) < config.rollout_timeout
+
+
+@pytest.mark.parametrize(("limit", "lines"), [(600.0, 0), (899.0, 0), (900.0, 1), (1200.0, 1), (None, 0)])
+def test_a_server_that_would_hand_over_too_late_is_named(limit: float | None, lines: int) -> None:
+    config = SimpleNamespace(request_timeout=limit, devices=1, temperature=1.0, top_k=0, max_tokens=9)
+    about = SimpleNamespace(context=64, device="cpu")
+    card = model_card(SimpleNamespace(config=config, about=about, facts={}, version=0, name="m", created=0))  # type: ignore[arg-type]
+    remote = SimpleNamespace(server=Server(SimpleNamespace(url="here"), card))  # type: ignore[arg-type]
+    members = [SimpleNamespace(url="http://a", remote=remote), SimpleNamespace(url="http://b", remote=None)]
+    said: list[str] = []
+    say_late(SimpleNamespace(members=members), 900.0, said.append)  # type: ignore[arg-type]
+    assert len(said) == lines
+    assert all("http://a ends an answer after" in line for line in said)
 
 
 def test_one_that_was_killed_before_it_was_ready_is_started_again(tmp_path: Path) -> None:
