@@ -40,7 +40,7 @@ class ServeConfig(ModelConfig):
     queue_timeout: float = option(60.0, above=0, most=1e6)
     "seconds that a request may wait for its first token"
     request_timeout: float = option(600.0, above=0, most=1e6)
-    "seconds that an answer may take"
+    "seconds that an answer may take; then it ends with what is written (finish_reason length, timed_out true)"
     max_body: int = option(4194304, least=1024, most=1e10)
     "bytes of a request at most"
     client_timeout: float = option(30.0, above=0, most=1e6)

@@ -125,6 +125,7 @@ def test_an_answer_whose_time_was_over_has_what_was_written_and_says_so() -> Non
         whole = json.loads(body.rpartition("data: ")[2])
         whole = whole.get("response", whole)
         assert (whole["status"], whole["ascendchat"]["timed_out"]) == ("incomplete", True)
+        assert whole["incomplete_details"] == {"reason": "max_output_tokens"}, "OpenAI knows no other that fits"
         assert whole["output"][0]["content"][0]["text"] == "ab"
 
 
