@@ -397,3 +397,55 @@ def test_test_files_have_different_names() -> None:
     names = [path.name for path in TESTS if path.name not in ("conftest.py", "__init__.py")]
     twice = sorted({name for name in names if names.count(name) > 1})
     assert not twice, f"rename one of each: {twice}"
+
+
+PAGES = [ROOT / "docs" / language / "architecture.md" for language in ("en", "zh")]
+LOOKED_IN = [
+    ROOT,
+    PACKAGE,
+    ROOT / "tests",
+    *(PACKAGE / name for name in ("config", "data", "doctor", "doctor/rules", "serve")),
+]
+OF_OTHERS = {"npu_rms_norm", "npu_rotary_mul"}  # operators of torch_npu, called by a name put together
+
+
+def names_in(path: Path) -> set[str]:
+    """Everything that a file gives a name to: modules, definitions, variables, attributes, arguments, keys."""
+    found = {path.stem, path.parent.name}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=["en", "zh"])
+def test_the_page_of_the_architecture_is_true(page: Path) -> None:
+    """Packages stand in the order of imports; every path exists; every name is defined, and where the page says so."""
+    text = page.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+) \|", text, re.M)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)(?:\.py|/)`", row)]
+    assert set(listed) == set(RANK)
+    assert sorted(listed, key=RANK.__getitem__) == listed
+    prose = re.sub(r"```.*?```", "", text, flags=re.S)
+    quoted = set(re.findall(r"`([^`\n]+)`", prose))
+    paths = {
+        name
+        for name in quoted
+        if re.fullmatch(r"(?:[a-z_]\w*/)+|(?:[a-z_]\w*/)*[a-z_]\w*\.(?:py|md|txt|json|yaml)", name)
+    }
+    assert len(paths) > 60
+    assert [name for name in sorted(paths) if not any((folder / name).exists() for folder in LOOKED_IN)] == []
+    everywhere = set().union(*(names_in(path) for path in [*SOURCES, *TESTS]), OF_OTHERS)
+    names = {name for name in quoted - paths if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", name)}
+    assert [name for name in sorted(names) if not set(name.partition("(")[0].split(".")) <= everywhere] == []
+    told = re.findall(r"^\d+\. `([\w/]+\.py)`[:：](.*?)[.。;；]", text, re.M)
+    assert len(told) > 4
+    for file, sentence in told:
+        for name in re.findall(r"`(\w+(?:\.\w+)?)(?:\(.*?\))?`", sentence):
+            assert set(name.split(".")) <= names_in(PACKAGE / file), f"{page}: {name} is not in {file}"
