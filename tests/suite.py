@@ -80,8 +80,8 @@ def users(names: set[str]) -> set[str]:
     """Modules, and those of the same package that import one of them, directly or through others of it."""
     found = set(names)
     for name in names:
-        package, new = ROOT.joinpath(*name.split(".")[:-1]), {name}
-        while new and package.parent.name == "ascendchat":
+        package, new = ROOT.joinpath(*name.split(".")[:2]), {name}  # rooms inside a package are not layered
+        while new and package.is_dir() and package.parent.name == "ascendchat":
             new = {module(path) for path in package.rglob("*.py") if imported(path) & new} - found
             found |= new
     return found
