@@ -87,7 +87,7 @@ def read(python: str, reader: str, folders: list[Path], out: Path) -> dict[str, 
     plain |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     command = [python, str(SCRIPT), reader, str(out), *map(str, folders)]
     ended = subprocess.run(command, env=plain, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert out.is_file(), ended.stderr[-4000:]  # written last; a vLLM on a CPU may still abort while Python ends
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
