@@ -6,10 +6,9 @@ import difflib
 import os
 from pathlib import Path
 
-MOST_NAMED = 200  # of more names than that only the first are shown: a sentence, not a screen
-
-
+MOST_NAMED = 200  # of more names than that only the first MOST_SHOWN are shown: a sentence, not a screen
 MOST_SHOWN = 20
+MAX_CAUSE = 200  # characters of another rank's error
 
 
 class UserError(Exception):
@@ -24,12 +23,18 @@ class OutOfMemory(UserError):
     status = 71  # EX_OSERR of sysexits.h
 
 
+class RankFailed(UserError):
+    """Another rank met an error that is no mistake of the user's: `ascendchat launch` may start again, as after any."""
+
+    status = 1
+
+
 def of_rank(problem: Exception, rank: int) -> UserError:
-    """What other ranks say of what ends this one, so that none waits for it; only this one has its traceback."""
+    """The error that other ranks raise for one of this rank, so that none waits; only this rank has its traceback."""
     if isinstance(problem, UserError):
         return problem
-    words = " ".join(str(problem).split())[:MOST_NAMED]
-    return UserError(f"rank {rank} cannot go on ({type(problem).__name__}: {words}); its own output has the traceback")
+    words = " ".join(str(problem).split())[:MAX_CAUSE]
+    return RankFailed(f"rank {rank} cannot go on ({type(problem).__name__}: {words}); its own output has the traceback")
 
 
 def home() -> Path:

@@ -237,7 +237,7 @@ def started(
     stack: contextlib.ExitStack,
 ) -> tuple[list[str], str]:
     """Addresses and key of servers of our own; what rank 0 cannot start is a UserError on every rank."""
-    found: tuple[list[str], str, str] = [], "", ""
+    found: tuple[list[str], str] = [], ""
     own: Exception | None = None
     if here.main:
         try:
@@ -252,17 +252,17 @@ def started(
             say(f"starting {len(servers)} server(s) for rollouts; logs: {folder / 'server-*.log'}")
             with ThreadPoolExecutor(len(servers)) as threads:
                 try:
-                    found = list(threads.map(OwnServer.start, servers)), key, ""
+                    found = list(threads.map(OwnServer.start, servers)), key
                 except BaseException:  # Ctrl-C too: the pool would wait until all are ready
                     for server in servers:
                         server.give_up()
                     raise
         except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks wait)
-            found, own = ([], "", str(of_rank(error, here.world.rank))), error
-    urls, key, problem = collectives.broadcast_object(found)
-    if problem:
-        raise own or UserError(problem)
-    return urls, key
+            own = error
+    found, told = collectives.broadcast_object((found, own and of_rank(own, here.world.rank)))
+    if told:
+        raise own or told
+    return found
 
 
 def private_key(path: Path) -> str:

@@ -93,14 +93,15 @@ class InTurn:
 
     def _send(self, version: int) -> None:
         """Once for all ranks. What cannot be sent ends the run on every rank."""
-        problem, own = "", None
+        own: Exception | None = None
         if collectives.world().rank == 0:
             try:
-                problem = self._load(version)
+                if problem := self._load(version):
+                    own = UserError(problem)
             except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks wait)
-                problem, own = str(of_rank(error, 0)), error
-        if problem := collectives.broadcast_object(problem):
-            raise own or UserError(problem)
+                own = error
+        if told := collectives.broadcast_object(own and of_rank(own, 0)):
+            raise own or told
         if collectives.world().rank:
             self.rollout.generator.renew(version)
 

@@ -18,7 +18,7 @@ from ranks import Host, run_ranks
 from ascendchat.checkpoint import Writer, newest
 from ascendchat.chips import Chip, find, this_cpu
 from ascendchat.config.train import USUAL_ROW, BaseConfig
-from ascendchat.errors import UserError
+from ascendchat.errors import OutOfMemory, RankFailed, UserError, of_rank
 from ascendchat.nn import optim
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT, dense
@@ -247,4 +247,12 @@ def weights_that_cannot_be_sent(rank: int) -> str:
 def test_an_error_of_the_program_while_weights_are_sent_ends_rl_on_every_rank() -> None:
     first, second = run_ranks(weights_that_cannot_be_sent, 2, seconds=60)
     assert first == "RuntimeError: no such place"
-    assert second == "UserError: rank 0 cannot go on (RuntimeError: no such place); its own output has the traceback"
+    assert second == "RankFailed: rank 0 cannot go on (RuntimeError: no such place); its own output has the traceback"
+
+
+def test_only_a_mistake_of_the_users_on_one_rank_keeps_launch_from_starting_again() -> None:
+    """Status 2 on any rank is never restarted, so it must not be what the others make of a crash."""
+    crash = of_rank(ValueError("no such slot"), 1)
+    assert isinstance(crash, RankFailed)
+    assert crash.status == 1
+    assert [of_rank(kind("words"), 1).status for kind in (UserError, OutOfMemory)] == [2, 71]
