@@ -61,14 +61,14 @@ PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ra
 PATIENCE = 5.0  # seconds after which somebody who waits is told what for
 TRIES, PAUSE = 5, 12.0  # of the last save, and the seconds between them: a minute
 UNWRITTEN = (OSError, SafetensorError)  # what a full or failing disk raises
-MOST_FAILED = 3  # saves in a row; then a new process, perhaps on another node, is more likely to save
+MAX_FAILED = 3  # saves in a row; then a new process, perhaps on another node, is more likely to save
 
 
 class Damaged(Exception):
     """A checkpoint that does not match its manifest."""
 
 
-class PartMissing(Exception):
+class _PartMissing(Exception):
     """A rank will not write its part of any checkpoint."""
 
 
@@ -95,7 +95,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 class Writer:
     """Saves checkpoints from a background thread; at most one is under way. A save that fails is said, and training
-    goes on to the next; MOST_FAILED in a row, and a last one that fails TRIES times, end the run by NotSaved."""
+    goes on to the next; MAX_FAILED in a row, and a last one that fails TRIES times, end the run by NotSaved."""
 
     def __init__(self, folder: Path, *, keep: int = 2, say: Callable[[str], None] = print) -> None:
         """On every rank. Drafts of a killed run are deleted before any rank may write."""
@@ -196,7 +196,7 @@ class Writer:
                         for mark in draft.glob(f"failed-{rank or '*'}"):  # rank 0 waits for all of them anew
                             mark.unlink(missing_ok=True)
         self._failed += 1
-        if tries > 1 or self._failed >= MOST_FAILED or isinstance(self._error, PartMissing):
+        if tries > 1 or self._failed >= MAX_FAILED or isinstance(self._error, _PartMissing):
             self._given_up = step
         else:
             self._say(f"{what} ({self._error}); training goes on, the next save tries again")
@@ -266,9 +266,9 @@ class Writer:
                 if (failed := draft / f"failed-{index}").exists():
                     raise OSError(f"rank {index} could not write its part: {failed.read_text() or 'no room'}")
                 if index in ended() and not part.exists():
-                    raise PartMissing(f"rank {index} has ended and did not write its part")
+                    raise _PartMissing(f"rank {index} has ended and did not write its part")
                 if time.monotonic() > deadline:
-                    raise PartMissing(f"rank {index} did not write its part; is {self.folder} shared by all nodes?")
+                    raise _PartMissing(f"rank {index} did not write its part; is {self.folder} shared by all nodes?")
                 time.sleep(0.02)
             found.update(json.loads(part.read_text()))
         return found

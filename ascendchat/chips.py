@@ -22,7 +22,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
-class Kind:
+class _Kind:
     """What the parts of one device type share."""
 
     visible: str  # environment variable that lists the devices a process may use; "" where there is none
@@ -33,10 +33,10 @@ class Kind:
 
 
 KINDS = {  # in the order of preference when no device type is named
-    "npu": Kind("ASCEND_RT_VISIBLE_DEVICES", "hccl", "npu-smi", "Ascend NPU"),
-    "cuda": Kind("CUDA_VISIBLE_DEVICES", "nccl", "nvidia-smi", "NVIDIA GPU", bitsandbytes=True),
-    "mps": Kind("", "gloo", "", "Apple GPU"),
-    "cpu": Kind("", "gloo", "", "CPU", bitsandbytes=True),
+    "npu": _Kind("ASCEND_RT_VISIBLE_DEVICES", "hccl", "npu-smi", "Ascend NPU"),
+    "cuda": _Kind("CUDA_VISIBLE_DEVICES", "nccl", "nvidia-smi", "NVIDIA GPU", bitsandbytes=True),
+    "mps": _Kind("", "gloo", "", "Apple GPU"),
+    "cpu": _Kind("", "gloo", "", "CPU", bitsandbytes=True),
 }
 
 

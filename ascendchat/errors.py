@@ -6,8 +6,8 @@ import difflib
 import os
 from pathlib import Path
 
-MOST_NAMED = 200  # of more names than that only the first MOST_SHOWN are shown: a sentence, not a screen
-MOST_SHOWN = 20
+MAX_NAMED = 200  # of more names than that only the first MAX_SHOWN are shown: a sentence, not a screen
+MAX_SHOWN = 20
 MAX_CAUSE = 200  # characters of another rank's error
 
 
@@ -45,7 +45,7 @@ def home() -> Path:
 def nearest(word: str, choices: list[str]) -> str:
     """The sentence that names the nearest valid choice, and all of them when they are few or nothing is near."""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    shown = [*choices[:MOST_SHOWN], "..."] if len(choices) > MOST_NAMED else choices
+    shown = [*choices[:MAX_SHOWN], "..."] if len(choices) > MAX_NAMED else choices
     every = f"choose from: {', '.join(shown)}"
     if not close:
         return every

@@ -251,7 +251,7 @@ class Asker:
 
     async def ask(self, number: int, arrived: float) -> Sample:
         """One request to its end; what goes wrong is in the sample."""
-        answer = Answer(self.gaps)
+        answer = _Answer(self.gaps)
         try:
             reply = await asyncio.wait_for(self.exchange(self.content(number), answer.take), self.config.timeout)
             error = answer.error or ("" if reply.status == 200 else refusal(reply))
@@ -290,7 +290,7 @@ class Asker:
             connection.close()
 
 
-class Answer:
+class _Answer:
     """What has come of one streamed answer."""
 
     def __init__(self, gaps: array[float]) -> None:

@@ -84,9 +84,9 @@ def roofline(bench: Bench, device: Device) -> dict[str, Any]:
     multiplying at its peak took turns. Empty for a chip whose peak is not known."""
     if device.compiles or not device.chip.peak:
         return {}
-    with Count() as micro_batch:
+    with _Count() as micro_batch:
         bench.micro_batch()
-    with Count() as update:
+    with _Count() as update:
         bench.update()
     shape, split = bench.learner.model.shape, bench.split
     moved = split.accumulation * micro_batch.vector_bytes + update.vector_bytes
@@ -143,7 +143,7 @@ ONLY_WRITES = ("zero_", "fill_", "copy_", "normal_", "uniform_")
 LAUNCHES_NOTHING = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh", "is_pinned", "record_stream")
 
 
-class Count(TorchDispatchMode):
+class _Count(TorchDispatchMode):
     """Counts while it is entered."""
 
     def __init__(self) -> None:

@@ -87,7 +87,7 @@ IN_TRANSFORMERS = "transformers.integrations.npu_flash_attention"
 _replaced: dict[str, Any] = {}  # its functions
 
 
-class Listing(metadata.Distribution, metadata.DistributionFinder):
+class _Listing(metadata.Distribution, metadata.DistributionFinder):
     """Makes importlib.metadata know a package flash-attn of our version; some libraries ask it, not the module."""
 
     def find_distributions(self, context: Any = None) -> Iterable[metadata.Distribution]:
@@ -155,7 +155,7 @@ def install(*, replace: bool = False) -> bool:
         parent, _, own = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], own, module)
-    sys.meta_path.insert(0, Listing())
+    sys.meta_path.insert(0, _Listing())
     if IN_TRANSFORMERS in sys.modules:
         _take_their_place(sys.modules[IN_TRANSFORMERS])
     return True
@@ -169,4 +169,4 @@ def uninstall() -> None:
     for name, function in _replaced.items():
         setattr(sys.modules[IN_TRANSFORMERS], name, function)
     _replaced.clear()
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Listing)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Listing)]

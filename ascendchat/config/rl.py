@@ -105,7 +105,7 @@ class RlConfig(ChatTrainConfig):
 
 
 @dataclass(frozen=True)
-class VllmConfig:
+class _VllmConfig:
     """What is said to vLLM: the keys of `vllm_config`."""
 
     device: Literal["npu", "cuda", "cpu"] | None = option(None, also=("device_type",))
@@ -133,7 +133,7 @@ class VllmConfig:
 
 
 @dataclass(frozen=True)
-class RolloutServerConfig(VllmConfig):
+class RolloutServerConfig(_VllmConfig):
     """Start vLLM (or vllm-ascend) for the rollouts of a trainer, with everything that a weight sync needs."""
 
     more: tuple[str, ...] = option((), words="rest")
@@ -171,9 +171,9 @@ def vllm_settings(block: dict[str, Any], source: str = "inference_engine") -> di
     given = block.get("vllm_config") or {}
     if not isinstance(given, dict):
         raise UserError(f"{source}.vllm_config holds `name: value` lines, found {given!r}")
-    fields = {field.name: field for field in dataclasses.fields(VllmConfig)}
+    fields = {field.name: field for field in dataclasses.fields(_VllmConfig)}
     spellings = {name: field for field in fields.values() for name in (field.name, *field.metadata.get("also", ()))}
-    kinds, values = get_type_hints(VllmConfig), {}
+    kinds, values = get_type_hints(_VllmConfig), {}
     for key, value in given.items():
         field = spellings.get(str(key).replace("-", "_"))
         if field is None:
@@ -184,7 +184,7 @@ def vllm_settings(block: dict[str, Any], source: str = "inference_engine") -> di
 
 def merged(config: RolloutServerConfig) -> RolloutServerConfig:
     """The config with what its block says, where no flag says anything."""
-    defaults = {field.name: field.default for field in dataclasses.fields(VllmConfig)}
+    defaults = {field.name: field.default for field in dataclasses.fields(_VllmConfig)}
     said = vllm_settings(config.inference_engine) if config.inference_engine else {}
     return dataclasses.replace(
         config, **{name: value for name, value in said.items() if getattr(config, name) == defaults[name]}

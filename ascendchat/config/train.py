@@ -200,17 +200,17 @@ class BenchTrainConfig(StepConfig):
     "optimizer steps to time, after two that warm up"
 
 
-class StageFacts(NamedTuple):
+class _StageFacts(NamedTuple):
     """What other modules must know about a stage."""
 
     starts_from: tuple[StageName, ...]  # earlier stages; the first one that has a checkpoint is used
     chats: bool  # the model has been trained on conversations
 
 
-STAGES: dict[str, StageFacts] = {
-    "base": StageFacts(starts_from=(), chats=False),
-    "mid": StageFacts(starts_from=("base",), chats=True),
-    "sft": StageFacts(starts_from=("mid", "base"), chats=True),
-    "hf": StageFacts(starts_from=(), chats=True),
-    "rl": StageFacts(starts_from=("sft", "mid", "base"), chats=True),
+STAGES: dict[str, _StageFacts] = {
+    "base": _StageFacts(starts_from=(), chats=False),
+    "mid": _StageFacts(starts_from=("base",), chats=True),
+    "sft": _StageFacts(starts_from=("mid", "base"), chats=True),
+    "hf": _StageFacts(starts_from=(), chats=True),
+    "rl": _StageFacts(starts_from=("sft", "mid", "base"), chats=True),
 }

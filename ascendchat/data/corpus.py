@@ -196,13 +196,13 @@ class TextRows:
     def __init__(self, corpus: Corpus, seq_len: int, seed: int) -> None:
         self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
         self.per_epoch = rows_of(corpus.tokens, seq_len)
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, _Layout] = {}
 
     @property
     def identity(self) -> bytes:
         return self.corpus.fingerprint.encode()
 
-    def layout(self, epoch: int) -> Layout:
+    def layout(self, epoch: int) -> _Layout:
         """The layout of an epoch; the last two are kept, because a batch may lie on both sides of an epoch's end."""
         layout = self._layouts.get(epoch)
         if layout is None:
@@ -282,7 +282,7 @@ CUTS = 2**192  # where the random numbers of the cuts begin, far from those of t
 
 
 @dataclass(frozen=True)
-class Layout:
+class _Layout:
     """The rows of one epoch. Row r holds the segments first[r] .. first[r + 1]."""
 
     first: Int64s  # (rows + 1,)
@@ -337,7 +337,7 @@ def _pack(lengths: Int64s, spare: int, seq_len: int) -> tuple[int, Int64s, Int64
     return int(starts[r]), starts[r:-1], gaps[r:]
 
 
-def arrange(lengths: Int64s, seq_len: int, seed: int, epoch: int) -> Layout:
+def arrange(lengths: Int64s, seq_len: int, seed: int, epoch: int) -> _Layout:
     """The rows of one epoch, a pure function of the documents' lengths (in stored order), seq_len, seed and epoch."""
     lengths = cut_anew(np.asarray(lengths, dtype=np.int64), seq_len, seed, epoch)
     order = shuffled(len(lengths), seed, epoch, 0)
@@ -381,7 +381,7 @@ def arrange(lengths: Int64s, seq_len: int, seed: int, epoch: int) -> Layout:
     by_row = np.argsort(row, kind="stable")  # within a row: whole documents first, then filler
     first = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(np.bincount(row, minlength=rows), out=first[1:])
-    return Layout(
+    return _Layout(
         first=first,
         position=np.concatenate(
             [full_position, position[kept], filler_position[item] + into_item, np.full(len(padding), PADDING)]

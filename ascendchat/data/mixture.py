@@ -30,42 +30,42 @@ from ascendchat.files import write_atomic
 MIXTURE = "mixture.json"  # in the folder that `data prepare --weights` wrote: its corpora and their weights
 
 
-class Entry(NamedTuple):
+class _Entry(NamedTuple):
     """One entry of --data."""
 
     name: str  # a file, a folder, or the name of a data set
     weight: float | None  # None: it counts by its size
 
 
-def parse_entry(text: str, *, signed: bool = False) -> Entry:
+def parse_entry(text: str, *, signed: bool = False) -> _Entry:
     """`NAME` or `NAME=WEIGHT`; the name of a file that is there may itself contain `=`. A `signed` weight may be
     negative, as that of a penalty."""
     name, equals, number = text.rpartition("=")
     if not equals or Path(text).exists():
-        return Entry(text, None)
+        return _Entry(text, None)
     try:
         weight = float(number)
     except ValueError:
         raise UserError(f"{text}: {number!r} is not a weight; write {name}=0.7") from None
     if not 0 < (abs(weight) if signed else weight) < float("inf"):
         raise UserError(f"{text}: a weight must be {'other' if signed else 'greater'} than 0")
-    return Entry(name, weight)
+    return _Entry(name, weight)
 
 
-def parse_mixture(data: Sequence[str | Path]) -> list[Entry]:
+def parse_mixture(data: Sequence[str | Path]) -> list[_Entry]:
     """All entries, weighted or not. A folder that `data prepare --weights` wrote stands for its corpora."""
-    entries: list[Entry] = []
+    entries: list[_Entry] = []
     for text in data:
         name, weight = parse_entry(str(text))
         listed = Path(name) / MIXTURE
         if not listed.is_file():
-            entries.append(Entry(name, weight))
+            entries.append(_Entry(name, weight))
             continue
         corpora = json.loads(listed.read_text(encoding="utf-8"))["corpora"]
         total = sum(one["weight"] for one in corpora)
         for one in corpora:
             share = one["weight"] if weight is None else one["weight"] * weight / total
-            entries.append(Entry(str(Path(name) / one["folder"]), float(share)))
+            entries.append(_Entry(str(Path(name) / one["folder"]), float(share)))
     if len({weight is None for _, weight in entries}) > 1:
         raise UserError("give every entry of --data a weight, or none: --data chats.jsonl=0.7,corpus=0.3")
     return entries

@@ -96,14 +96,14 @@ def _read(fs: Any, path: str, url: str, part: tuple[int, int] | None) -> bytes |
     return None
 
 
-class Key(NamedTuple):
+class _Key(NamedTuple):
     """One block of one file."""
 
     name: str
     number: int
 
 
-class RemoteArray:
+class _RemoteArray:
     """Numbers of a remote file; only what is asked for is read."""
 
     def __init__(self, store: Store, name: str, dtype: np.dtype[Any]) -> None:
@@ -189,21 +189,21 @@ class Store:
         self.url, self.files = url, files
         self.fs, self.root = _open(url)
         self.cache = cache or Cache(home() / "data" / ".blocks", cache_limit())
-        self._held: OrderedDict[Key, bytes] = OrderedDict()
+        self._held: OrderedDict[_Key, bytes] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(TOGETHER, thread_name_prefix="store")
 
-    def array(self, name: str, dtype: np.dtype[Any]) -> RemoteArray:
+    def array(self, name: str, dtype: np.dtype[Any]) -> _RemoteArray:
         """The file as numbers."""
-        return RemoteArray(self, name, dtype)
+        return _RemoteArray(self, name, dtype)
 
     def whole(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """All of a file."""
         return self.array(name, dtype)[:]
 
-    def fetch(self, parts: Iterable[tuple[RemoteArray, int, int]]) -> None:
+    def fetch(self, parts: Iterable[tuple[_RemoteArray, int, int]]) -> None:
         """Bring the blocks of many slices, several at a time; at most as many as stay in memory."""
-        wanted: dict[Key, None] = {}
+        wanted: dict[_Key, None] = {}
         for array, begin, end in parts:
             size = array.dtype.itemsize
             wanted |= dict.fromkeys(self._keys(array.name, begin * size, end * size))
@@ -225,11 +225,11 @@ class Store:
         about = self.files[name]
         return BLOCK if about.get("blocks") else max(1, int(about["bytes"]))
 
-    def _keys(self, name: str, begin: int, end: int) -> list[Key]:
+    def _keys(self, name: str, begin: int, end: int) -> list[_Key]:
         size = self._block_size(name)
-        return [Key(name, number) for number in range(begin // size, -(-end // size))]
+        return [_Key(name, number) for number in range(begin // size, -(-end // size))]
 
-    def block(self, key: Key) -> bytes:
+    def block(self, key: _Key) -> bytes:
         """One block, from memory, the local cache or the store."""
         with self._lock:
             if key in self._held:
@@ -247,13 +247,13 @@ class Store:
                 self._held.popitem(last=False)
         return data
 
-    def _right(self, key: Key, data: bytes) -> bool:
+    def _right(self, key: _Key, data: bytes) -> bool:
         about, at = self.files[key.name], key.number * SUM
         if about.get("blocks"):
             return _sum(data) == about["blocks"][at : at + SUM]
         return hashlib.sha256(data).hexdigest() == about["sha256"]
 
-    def _download(self, key: Key) -> bytes:
+    def _download(self, key: _Key) -> bytes:
         size, total = self._block_size(key.name), int(self.files[key.name]["bytes"])
         part = (key.number * size, min(total, (key.number + 1) * size))
         for _ in range(2):  # a transfer may be damaged once; what is stored wrong stays wrong

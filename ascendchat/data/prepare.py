@@ -51,7 +51,7 @@ PART = 16 << 20  # characters of text per shard
 
 
 @dataclass(frozen=True)
-class SourceFile:
+class _SourceFile:
     """One file to prepare, or the embedded corpus."""
 
     path: str  # a file, or "toyworld/train", "toyworld/validation"
@@ -94,7 +94,7 @@ def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: Sequence[i
     }
 
 
-def encode_part(tokenizer: Tokenizer, out: Path, source: SourceFile, number: int, texts: list[str]) -> dict[str, Any]:
+def encode_part(tokenizer: Tokenizer, out: Path, source: _SourceFile, number: int, texts: list[str]) -> dict[str, Any]:
     """Encode the documents of one part, write its shards and then its record."""
     dtype = TOKEN_DTYPES[dtype_for(tokenizer.vocab_size)]
     held: dict[str, list[np.ndarray]] = {"train": [], "val": []}
@@ -121,7 +121,7 @@ def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def record_path(out: Path, source: SourceFile, number: int | None = None) -> Path:
+def record_path(out: Path, source: _SourceFile, number: int | None = None) -> Path:
     return out / "progress" / (f"{source.key}.json" if number is None else f"{source.key}-{number:05d}.json")
 
 
@@ -135,11 +135,11 @@ def load_record(out: Path, path: Path) -> dict[str, Any] | None:
     return record if right else None
 
 
-def record_finished(out: Path, source: SourceFile, parts: int, tally: Tally) -> None:
+def record_finished(out: Path, source: _SourceFile, parts: int, tally: Tally) -> None:
     write_atomic(record_path(out, source), json.dumps({"parts": parts, **asdict(tally)}))
 
 
-def finished_records(out: Path, source: SourceFile) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+def finished_records(out: Path, source: _SourceFile) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """The records of a source and of its parts if all are there."""
     done = load_record(out, record_path(out, source))
     if done is None:
@@ -155,7 +155,7 @@ SHARD = re.compile(r"\.?(train|val)-[0-9a-f]{16}-\d{5,}\.(tokens|lengths)(\.\d+\
 RECORD = re.compile(r"\.?([0-9a-f]{16}(-\d{5,})?|sources)\.json(\.\d+\.tmp)?")
 
 
-def _read(source: SourceFile, tally: Tally) -> Iterator[str]:
+def _read(source: _SourceFile, tally: Tally) -> Iterator[str]:
     if source.path.startswith(TOYWORLD + "/"):
         from ascendchat.data import toyworld
 
@@ -184,11 +184,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work_part(source: SourceFile, number: int, texts: list[str]) -> None:
+def _work_part(source: _SourceFile, number: int, texts: list[str]) -> None:
     encode_part(_worker["tokenizer"], _worker["out"], source, number, texts)
 
 
-def _work_source(source: SourceFile) -> None:
+def _work_source(source: _SourceFile) -> None:
     """A whole file in one worker: read, encode, record."""
     tally, number = Tally(), -1
     for number, texts in enumerate(split_into_parts(_read(source, tally), source.part)):
@@ -197,7 +197,7 @@ def _work_source(source: SourceFile) -> None:
     record_finished(_worker["out"], source, number + 1, tally)
 
 
-def encode_all(sources: Sequence[SourceFile], out: Path, tokenizer: str, workers: int) -> None:
+def encode_all(sources: Sequence[_SourceFile], out: Path, tokenizer: str, workers: int) -> None:
     """Encode what is not done yet. Many files: a worker takes a file. Few: this process reads, workers take parts."""
     pending = [source for source in sources if finished_records(out, source) is None]
     if not pending:
@@ -219,7 +219,7 @@ def encode_all(sources: Sequence[SourceFile], out: Path, tokenizer: str, workers
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _files(pool: ProcessPoolExecutor, pending: Sequence[SourceFile]) -> Iterator[SourceFile]:
+def _files(pool: ProcessPoolExecutor, pending: Sequence[_SourceFile]) -> Iterator[_SourceFile]:
     """Hand whole files to the workers; yields each source when it is done."""
     running = {pool.submit(_work_source, source): source for source in pending}
     while running:
@@ -228,10 +228,10 @@ def _files(pool: ProcessPoolExecutor, pending: Sequence[SourceFile]) -> Iterator
             yield running.pop(future)
 
 
-def _parts(pool: ProcessPoolExecutor, pending: Sequence[SourceFile], out: Path, workers: int) -> Iterator[SourceFile]:
+def _parts(pool: ProcessPoolExecutor, pending: Sequence[_SourceFile], out: Path, workers: int) -> Iterator[_SourceFile]:
     """Read the files here, one after the other, and hand their parts to the workers; yields each source when it is
     done. At most two parts more than there are workers are held in memory."""
-    running: dict[Future[None], SourceFile] = {}
+    running: dict[Future[None], _SourceFile] = {}
     unread = {source.key for source in pending}
 
     def settle(most: int) -> None:
@@ -240,7 +240,7 @@ def _parts(pool: ProcessPoolExecutor, pending: Sequence[SourceFile], out: Path, 
                 future.result()
                 del running[future]
 
-    ended: dict[str, tuple[SourceFile, int, Tally]] = {}
+    ended: dict[str, tuple[_SourceFile, int, Tally]] = {}
     for source in pending:
         tally, number = Tally(), -1
         for number, texts in enumerate(split_into_parts(_read(source, tally), source.part)):
@@ -280,14 +280,14 @@ def find_sources(
     tokenizer: str,
     out: Path,
     leave_out: Sequence[Path] = (),
-) -> list[SourceFile]:
+) -> list[_SourceFile]:
     """The files behind the names a user gave; `tokenizer` is its fingerprint, `leave_out` folders are not searched. A
     set's own validation file is not trained on: it validates, unless nothing here does (`val_fraction` is 0)."""
     remembered = out / "progress" / "sources.json"
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(remembered.read_text(encoding="utf-8"))
-    sources: list[SourceFile] = []
+    sources: list[_SourceFile] = []
     for name in given:
         if name == TOYWORLD:  # it has its own splits
             share = VAL_FRACTION if val_fraction is None else val_fraction
@@ -295,7 +295,7 @@ def find_sources(
             for split, fraction in splits:
                 content = _toyworld_content(split)
                 key = _key(content, fraction, part, tokenizer)
-                sources.append(SourceFile(f"{TOYWORLD}/{split}", content, key, field, fraction, part))
+                sources.append(_SourceFile(f"{TOYWORLD}/{split}", content, key, field, fraction, part))
             continue
         fetched = home() / "data" / name.replace("/", "--")  # as data fetch names it
         path = fetched if not Path(name).exists() and fetched.is_dir() else Path(name)
@@ -310,17 +310,17 @@ def find_sources(
                 continue
             content = _identity(file, known)
             key = _key(content, format_of(file.name), field, share, part, tokenizer)
-            sources.append(SourceFile(str(file), content, key, field, share, part))
+            sources.append(_SourceFile(str(file), content, key, field, share, part))
     write_atomic(remembered, json.dumps(known))
     return sources
 
 
-def _without_copies(sources: Sequence[SourceFile], given: Sequence[str]) -> list[SourceFile]:
+def _without_copies(sources: Sequence[_SourceFile], given: Sequence[str]) -> list[_SourceFile]:
     """Of sources with the same content one; what validates rather than what trains. Two that the user named are a
     mistake, others (empty parts of a folder, say) are said to be left out."""
     named = Counter(str(Path(name)) for name in given)
-    seen: dict[str, SourceFile] = {}
-    kept, copies = set[int](), list[SourceFile]()
+    seen: dict[str, _SourceFile] = {}
+    kept, copies = set[int](), list[_SourceFile]()
     for number, source in sorted(enumerate(sources), key=lambda entry: entry[1].val_fraction < 1):
         other = seen.setdefault(source.content, source)
         if other is source:
@@ -348,7 +348,7 @@ def _toyworld_content(split: str) -> str:
     return digest.hexdigest()
 
 
-def build_manifest(sources: Sequence[SourceFile], out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+def build_manifest(sources: Sequence[_SourceFile], out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """The manifest of a folder whose sources are all finished."""
     splits: dict[str, Any] = {
         name: {"documents": 0, "tokens": 0, "text_bytes": 0, "parts": []} for name in ("train", "val")
@@ -378,7 +378,7 @@ def build_manifest(sources: Sequence[SourceFile], out: Path, tokenizer: Tokenize
     return manifest
 
 
-def _tidy(out: Path, sources: Sequence[SourceFile], manifest: dict[str, Any]) -> None:
+def _tidy(out: Path, sources: Sequence[_SourceFile], manifest: dict[str, Any]) -> None:
     """Remove shards and records that the new manifest does not name: earlier sources, tokenizers or settings. Only
     files with the names that we give are touched."""
     kept = {"sources", *(source.key for source in sources)}

@@ -28,7 +28,7 @@ SPEED = 400e6  # bytes per second of sha256, to judge what fits before a deadlin
 
 
 @dataclass(frozen=True)
-class Fault:
+class _Fault:
     """A file that is not what the manifest says, and the command that mends it."""
 
     file: Path
@@ -37,14 +37,14 @@ class Fault:
 
 
 @dataclass
-class Verdict:
+class _Verdict:
     """The result of comparing one folder with its manifest."""
 
     folder: Path
     files: int = 0
     bytes: int = 0
     hashed: int = 0
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[_Fault] = field(default_factory=list)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -102,13 +102,13 @@ def verify_folders(
     only: Iterable[str] | None = None,
     workers: int = 0,
     deadline: float | None = None,
-) -> list[Verdict]:
+) -> list[_Verdict]:
     """Compare folders with their manifests, files in parallel. `only` names the files to compare, by default all. After
     `deadline` (time.monotonic) only sizes are compared. Nothing is changed."""
     verdicts, tasks = [], []
     chosen = None if only is None else set(only)
     for folder in folders:
-        verdicts.append(verdict := Verdict(folder))
+        verdicts.append(verdict := _Verdict(folder))
         try:
             manifest = read_manifest(folder)
             if not manifest:
@@ -118,7 +118,7 @@ def verify_folders(
             tasks += [(verdict, fix, name, entry) for name, entry in entries.items()]
         except (OSError, ValueError) as error:
             fix = remedy(folder, {})
-            verdict.faults.append(Fault(folder / MANIFEST, f"the manifest cannot be read: {error}", fix))
+            verdict.faults.append(_Fault(folder / MANIFEST, f"the manifest cannot be read: {error}", fix))
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
         results = pool.map(lambda task: _compare(task[0].folder, task[2], task[3], deadline), tasks)
         for (verdict, fix, name, _), (size, hashed, what) in zip(tasks, results):
@@ -126,7 +126,7 @@ def verify_folders(
             verdict.bytes += size
             verdict.hashed += hashed
             if what:
-                verdict.faults.append(Fault(verdict.folder / name, what, fix))
+                verdict.faults.append(_Fault(verdict.folder / name, what, fix))
     return verdicts
 
 

@@ -45,13 +45,13 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
 
 
-class ClockMark:
+class _ClockMark:
     """A moment: work on the CPU is done when its call returns."""
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()
 
-    def since(self, earlier: ClockMark) -> float:
+    def since(self, earlier: _ClockMark) -> float:
         """Milliseconds since an earlier mark."""
         return (self.seconds - earlier.seconds) * 1e3
 
@@ -95,9 +95,9 @@ class CPU:
         """Nothing but torch."""
         return {}
 
-    def event(self) -> ClockMark:
+    def event(self) -> _ClockMark:
         """Mark this moment."""
-        return ClockMark()
+        return _ClockMark()
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The value of this moment."""

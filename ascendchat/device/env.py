@@ -320,7 +320,7 @@ Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class HarmfulSetting:
+class _HarmfulSetting:
     """One variable that should be unset or changed, and why."""
 
     name: str
@@ -388,17 +388,17 @@ def _applies(rule: dict[str, Any], value: str, environ: Environ) -> bool:
     return CHECKS[rule["check"]](value, environ) if "check" in rule else True
 
 
-def harmful_settings(environ: Environ) -> list[HarmfulSetting]:
+def harmful_settings(environ: Environ) -> list[_HarmfulSetting]:
     """Every harmful, useless or misspelt setting in `environ`; changes nothing."""
     settings = []
     for rule in known_harmful()["rules"]:
         value = environ.get(rule["name"])
         if value is not None and _applies(rule, value, environ):
             texts = {key: rule[key] for key in ("kind", "cost", "advice", "cost_zh", "advice_zh")}
-            settings.append(HarmfulSetting(rule["name"], value, **texts))
+            settings.append(_HarmfulSetting(rule["name"], value, **texts))
     unread = ("does not exist", "no such setting exists, nothing reads it", "unset it")
     unread_zh = ("并不存在这个设置，没有任何组件读取", "请取消该变量")
     for name in sorted(environ):
         if any(fnmatchcase(name, pattern) for pattern in known_harmful()["nonexistent"]):
-            settings.append(HarmfulSetting(name, environ[name], *unread, *unread_zh))
+            settings.append(_HarmfulSetting(name, environ[name], *unread, *unread_zh))
     return settings

@@ -23,14 +23,14 @@ def why_unusable(asked: bool) -> str | None:
     return f"no Apple GPU can be used: {why}; choose another device, for example --device-type cpu"
 
 
-def open_device(options: DeviceOptions) -> MPS:
+def open_device(options: DeviceOptions) -> _MPS:
     """The GPU of this Mac."""
     if options.compiled:
         raise UserError("compiling is not supported on an Apple GPU; ASCENDCHAT_COMPILE=0")
-    return MPS(options)
+    return _MPS(options)
 
 
-class MPS(CPU):
+class _MPS(CPU):
     """A Device on torch.mps; what has no counterpart on a GPU of a Mac is as on a CPU."""
 
     type = "mps"

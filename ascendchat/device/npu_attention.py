@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_SEQUENCES = 1024  # in one call: CANN's limit on the list of bounds
+MAX_SEQUENCES = 1024  # in one call: CANN's limit on the list of bounds
 FAR = 2147483647  # the operators' own number for no limit
 
 
@@ -54,7 +54,7 @@ def packed(
     dropout: float,
     lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(N, H, D), and (H, N) if wanted; the ends without a leading 0, at most MOST_SEQUENCES."""
+    """(N, H, D), and (H, N) if wanted; the ends without a leading 0, at most MAX_SEQUENCES."""
     import torch_npu
 
     known = {"scale": scale, "keep_prob": 1 - dropout, **_band(mask, left, right, "pre_tockens", "next_tockens")}

@@ -38,7 +38,7 @@ def learn(weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
     return None
 
 
-class Linear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     """x @ weight.t()"""
 
     @staticmethod
@@ -54,7 +54,7 @@ class Linear(torch.autograd.Function):
         return dx, learn(ctx.weight, rows(grad), rows(x)) if ctx.needs_input_grad[1] else None
 
 
-class Project(torch.autograd.Function):
+class _Project(torch.autograd.Function):
     """x @ weight.t() and sigmoid(first channels of x @ gate.t()): the gradient of x is made in one place."""
 
     @staticmethod
@@ -76,7 +76,7 @@ class Project(torch.autograd.Function):
         return dx, of_weight, learn(gate, slope, part) if ctx.needs_input_grad[2] else None
 
 
-class Smear(torch.autograd.Function):
+class _Smear(torch.autograd.Function):
     """x + weight * the token before, weight = sigmoid(first channels of x @ gate.t()) * smear (1,), over whole rows;
     `takes` as below. `smear` comes once more in the dtype of x, which needs no gradient."""
 
@@ -105,7 +105,7 @@ class Smear(torch.autograd.Function):
         return found, learn(gate, slope, part) if ctx.needs_input_grad[1] else None, of_smear, None, None
 
 
-class Gated(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     """v + gate * value * most, where gate (B, T, K) has no channels, the others (B, T, K, D)."""
 
     @staticmethod
@@ -122,7 +122,7 @@ class Gated(torch.autograd.Function):
         return grad, of_gate, of_value, None, None
 
 
-class Mlp(torch.autograd.Function):
+class _Mlp(torch.autograd.Function):
     """relu(x @ up.t())² @ down. A square of a ReLU needs no threshold: its gradient is 2 relu(x) dy."""
 
     @staticmethod
@@ -142,7 +142,7 @@ class Mlp(torch.autograd.Function):
         return slope @ ctx.up.detach(), of_up, of_down, None
 
 
-class Mix(torch.autograd.Function):
+class _Mix(torch.autograd.Function):
     """x * residual + first * scale, and `first` as it is: so its gradient goes from layer to layer, and each adds its
     part to it. The weights are 0-dim float32, and once more in the dtype of x, which need no gradient."""
 
@@ -165,7 +165,7 @@ class Mix(torch.autograd.Function):
         return grad * by_x, here, of_residual, of_scale, None, None
 
 
-class AddNorm(torch.autograd.Function):
+class _AddNorm(torch.autograd.Function):
     """x + y, and its RMS norm."""
 
     @staticmethod
@@ -181,7 +181,7 @@ class AddNorm(torch.autograd.Function):
         return grad, grad, None, None
 
 
-class HeadsOfRows(torch.autograd.Function):
+class _HeadsOfRows(torch.autograd.Function):
     """nn.gpt.Heads: each token takes its share of the one before it, then queries and keys are normalised and turned.
 
     The token before is the row above in (B * T, C): nothing has to be moved, but the first token of each row takes
@@ -332,31 +332,31 @@ class EagerOps(NPUOps):
         takes = follows.view(1, -1)[:, 1:] if follows is not None else None
         if takes is None and torch.is_grad_enabled():
             takes = self.takes(qkv)
-        return HeadsOfRows.apply(qkv.contiguous(), share, self, rope, kv_heads, follows, takes)
+        return _HeadsOfRows.apply(qkv.contiguous(), share, self, rope, kv_heads, follows, takes)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return Linear.apply(x, weight)
+        return _Linear.apply(x, weight)
 
     def smear(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return super().smear(x, gate, weight)
-        return Smear.apply(x.contiguous(), gate, weight, weight.detach().to(x.dtype), self.takes(x))
+        return _Smear.apply(x.contiguous(), gate, weight, weight.detach().to(x.dtype), self.takes(x))
 
     def project(self, x: Tensor, weight: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return (self.linear(x, weight), None) if gate is None else Project.apply(x, weight, gate)
+        return (self.linear(x, weight), None) if gate is None else _Project.apply(x, weight, gate)
 
     def gated(self, v: Tensor, gate: Tensor, value: Tensor, most: float) -> Tensor:
-        return Gated.apply(v, gate, value, most, self.zero(v))
+        return _Gated.apply(v, gate, value, most, self.zero(v))
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return Mlp.apply(x, up, down, self.zero(x))
+        return _Mlp.apply(x, up, down, self.zero(x))
 
     def mixing(self, residual: Tensor, scale: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
         narrow = (weights.detach().to(dtype).unbind() for weights in (residual, scale))
         return list(zip(residual.unbind(), scale.unbind(), *narrow))
 
     def mix(self, x: Tensor, first: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        return Mix.apply(x, first, *weights)
+        return _Mix.apply(x, first, *weights)
 
     def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return AddNorm.apply(x, y, self.ones_of(x), self.api)
+        return _AddNorm.apply(x, y, self.ones_of(x), self.api)

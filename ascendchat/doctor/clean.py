@@ -64,7 +64,7 @@ class Leftover:
 
 
 @dataclass
-class FreeResult:
+class _FreeResult:
     """What happened to the items that were confirmed."""
 
     freed: list[Leftover] = field(default_factory=list)
@@ -134,9 +134,9 @@ def send(item: Leftover, number: signal.Signals) -> None:
             os.close(handle)
 
 
-def end_processes(items: list[Leftover], grace: float) -> FreeResult:
+def end_processes(items: list[Leftover], grace: float) -> _FreeResult:
     """SIGTERM to all, `grace` seconds to leave the device, then SIGKILL to those that still have it open."""
-    outcome = FreeResult()
+    outcome = _FreeResult()
     waiting = listed = [item for item in items if on_device(item)]
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
         for item in waiting:
@@ -266,8 +266,8 @@ def locks(folder: Path, busy: set[str], now: float) -> list[Leftover]:
     return leftovers_among(walk_files(folder), judge)
 
 
-def remove(items: list[Leftover]) -> FreeResult:
-    outcome = FreeResult()
+def remove(items: list[Leftover]) -> _FreeResult:
+    outcome = _FreeResult()
     for item in items:
         path = Path(item.path)
         try:

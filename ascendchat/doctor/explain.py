@@ -44,7 +44,7 @@ BLOCK_BYTES = 1 << 20  # bytes read at a time
 LONGEST_LINE = 4 << 20  # bytes of one line that are looked at, and its end; a dump of data may have no line breaks
 REACH = 1000  # characters of a line looked at on either side of the plain text; a line may be megabytes long
 SHOWN_CHARS = 300  # characters of a line that are shown
-MOST_CODES = 50  # different codes that are kept; a damaged log may hold thousands
+MAX_CODES = 50  # different codes that are kept; a damaged log may hold thousands
 COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 CLOCK = re.compile(rb"\d{4}-\d\d-\d\d[-T ]\d\d:\d\d:\d\d")
@@ -57,7 +57,7 @@ ATTEMPT = re.compile(r"attempt_(\d+)")  # the folder `ascendchat launch` gives t
 
 
 @dataclass(frozen=True)
-class Finding:
+class _Finding:
     """One explained fault; the first of a list is the likely root cause."""
 
     rule: str
@@ -84,7 +84,7 @@ class _Hit:
     clock: bytes
     attempt: tuple[int, int]  # (by the folder of the log, by the restarts seen in it)
 
-    def finding(self, lang: str) -> Finding:
+    def finding(self, lang: str) -> _Finding:
         where = {"line": self.line, "count": self.count, "line_number": self.position[1], "file": self.file}
         finding = _finding(self.rule, lang, lambda text: fill(text, self.values, lang), **where)
         finding.commands.extend(dict.fromkeys(QUOTED.findall(str(self.values.get("message", "")))))
@@ -169,7 +169,7 @@ class _Scan:
             old.count += 1
             if old.attempt >= self.attempt:
                 return
-        elif rule.level == GENERIC and len(self.hits) > len(all_rules()[0]) + MOST_CODES:
+        elif rule.level == GENERIC and len(self.hits) > len(all_rules()[0]) + MAX_CODES:
             return
         text = match.string
         start = max(0, min(match.start(), len(text) - SHOWN_CHARS))
@@ -184,7 +184,7 @@ class _Scan:
             attempt=self.attempt,
         )
 
-    def findings(self, lang: str) -> list[Finding]:
+    def findings(self, lang: str) -> list[_Finding]:
         """Likely root cause first: faults before their consequences, the last attempt first, then the earliest."""
         hits = list(self.hits.values())
         if any(hit.rule.level <= SYMPTOM for hit in hits):
@@ -201,9 +201,9 @@ class _Scan:
         return [hit.finding(lang) for hit in sorted(hits, key=order)]
 
 
-def _finding(rule: Rule, lang: str, filled: Callable[[str], str], **where: Any) -> Finding:
+def _finding(rule: Rule, lang: str, filled: Callable[[str], str], **where: Any) -> _Finding:
     """The words of a rule, and where it was found."""
-    return Finding(
+    return _Finding(
         rule=filled(rule.id),
         title=filled(rule.title[lang]),
         cause=filled(rule.cause[lang]),
@@ -228,7 +228,7 @@ def _blocks(stream: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[bytes]:
         yield data
 
 
-def explain(text: str, lang: str = "en") -> list[Finding]:
+def explain(text: str, lang: str = "en") -> list[_Finding]:
     """What an error text means, likely root cause first; an empty list when nothing in it is known."""
     import io
 
@@ -237,7 +237,7 @@ def explain(text: str, lang: str = "en") -> list[Finding]:
     return scan.findings(lang)
 
 
-def ask(question: str, lang: str = "en") -> list[Finding]:
+def ask(question: str, lang: str = "en") -> list[_Finding]:
     """What a question means: a known error text in it, else the rules whose symptoms are like it, likeliest first."""
     findings = explain(question, lang)
     if any(f.level <= CONSEQUENCE for f in findings):
@@ -248,7 +248,7 @@ def ask(question: str, lang: str = "en") -> list[Finding]:
     return [*told, *(f for f in likely if f.rule not in {t.rule for t in told})] or findings
 
 
-def answer_text(findings: list[Finding], lang: str, asked: bool = False) -> str:
+def answer_text(findings: list[_Finding], lang: str, asked: bool = False) -> str:
     """The answer as plain text. `asked`: to a question instead of a log."""
     words = {key: text[lang] for key, text in answer().items() if isinstance(text, dict)}
     if not findings:
@@ -312,7 +312,7 @@ def _logs(words: tuple[str, ...]) -> list[str]:
     return logs
 
 
-def _scan_logs(words: tuple[str, ...], lang: str) -> list[Finding]:
+def _scan_logs(words: tuple[str, ...], lang: str) -> list[_Finding]:
     scan = _Scan()
     for name in _logs(words):
         if name == "-":

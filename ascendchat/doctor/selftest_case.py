@@ -22,7 +22,7 @@ from ascendchat.processes import die_with_parent
 LOOK = 0.05  # seconds between two looks at a process
 
 
-MOST_SAID = 300  # characters of a verdict
+MAX_SAID = 300  # characters of a verdict
 
 
 @dataclass
@@ -122,4 +122,4 @@ def cleaned(text: str) -> str:
         names.add(getpass.getuser())
     for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
         text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
-    return text[:MOST_SAID]
+    return text[:MAX_SAID]

@@ -91,7 +91,7 @@ class Marks(NamedTuple):
     column: Tensor
 
 
-class Places(NamedTuple):
+class _Places(NamedTuple):
     """How the new tokens (R, T) of rows and those before them lie in a layer."""
 
     slot: Tensor  # (R, T): slot that each new token goes to
@@ -110,14 +110,14 @@ class Suffixes:
         self.slots, self.starts, self.counts = slots, starts, counts
         self.furthest, self.width, self.dump = furthest, width, dump  # furthest: the largest of starts
         self.rows = torch.arange(len(slots), device=slots.device)[:, None]
-        self._places: dict[int, Places] = {}
+        self._places: dict[int, _Places] = {}
 
     @property
     def positions(self) -> Tensor:
         """(R, T) of the new tokens, padding included."""
         return self.starts[:, None] + torch.arange(self.width, device=self.slots.device)
 
-    def places(self, ring: int) -> Places:
+    def places(self, ring: int) -> _Places:
         """In a layer of `ring` places. A ring of which a part is overwritten by new tokens keeps the last of them."""
         if ring not in self._places:
             column = torch.arange(self.width, device=self.slots.device)
@@ -130,7 +130,7 @@ class Suffixes:
             new = (order - seen).clamp(min=0, max=self.width - 1)
             is_old = (order < seen)[:, :, None, None]
             lengths = seen[:, 0] + self.width
-            self._places[ring] = Places(slot, self.positions % ring, old, new, is_old, lengths)
+            self._places[ring] = _Places(slot, self.positions % ring, old, new, is_old, lengths)
         return self._places[ring]
 
 

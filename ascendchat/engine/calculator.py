@@ -15,10 +15,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-MOST_CHARACTERS = 200
-MOST_DEPTH = 40
-MOST_BITS = 2048  # of a whole number on the way
-MOST_DIGITS = 40  # of a whole number in the answer
+MAX_CHARACTERS = 200
+MAX_DEPTH = 40
+MAX_BITS = 2048  # of a whole number on the way
+MAX_DIGITS = 40  # of a whole number in the answer
 
 Number = int | float
 
@@ -34,7 +34,7 @@ BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 WRITTEN = str.maketrans({"×": "*", "÷": "/", "−": "-", "（": "(", "）": ")", "，": ",", "＋": "+", "＝": "="})
 
 
-class Refused(Exception):
+class _Refused(Exception):
     """Why an expression has no answer."""
 
 
@@ -42,7 +42,7 @@ def calculate(expression: str) -> str:
     """The value as text, or `error: ` and the reason."""
     try:
         return written(value(parsed(expression)))
-    except Refused as refusal:
+    except _Refused as refusal:
         return f"error: {refusal}"
 
 
@@ -50,15 +50,15 @@ def parsed(expression: str) -> ast.expr:
     """The syntax tree of one expression; a closing `=`, thousands separators and typographic signs are understood."""
     text = expression.translate(WRITTEN).strip().rstrip("=").strip()
     if not text:
-        raise Refused("nothing to calculate")
-    if len(text) > MOST_CHARACTERS:
-        raise Refused("the expression is too long")
+        raise _Refused("nothing to calculate")
+    if len(text) > MAX_CHARACTERS:
+        raise _Refused("the expression is too long")
     if "'" not in text and '"' not in text:
         text = _without_separators(text)
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Refused("this is not arithmetic") from None
+        raise _Refused("this is not arithmetic") from None
 
 
 def _without_separators(text: str) -> str:
@@ -74,8 +74,8 @@ def _without_separators(text: str) -> str:
 
 def value(node: ast.expr, depth: int = 0) -> Number:
     """The number that a tree stands for."""
-    if depth > MOST_DEPTH:
-        raise Refused("the expression is nested too deeply")
+    if depth > MAX_DEPTH:
+        raise _Refused("the expression is nested too deeply")
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
@@ -86,7 +86,7 @@ def value(node: ast.expr, depth: int = 0) -> Number:
         return _apply(type(node.op), left, right)
     if isinstance(node, ast.Call):
         return _count(node)
-    raise Refused("only numbers and + - * / // % ** ( ) are understood")
+    raise _Refused("only numbers and + - * / // % ** ( ) are understood")
 
 
 def _apply(kind: type[ast.operator], left: Number, right: Number) -> Number:
@@ -95,25 +95,25 @@ def _apply(kind: type[ast.operator], left: Number, right: Number) -> Number:
     try:
         result = BINARY[kind](left, right)
     except ZeroDivisionError:
-        raise Refused("division by zero") from None
+        raise _Refused("division by zero") from None
     except OverflowError:
-        raise Refused("the numbers are too large") from None
+        raise _Refused("the numbers are too large") from None
     if isinstance(result, complex):
-        raise Refused("the result is not a real number")
+        raise _Refused("the result is not a real number")
     return _bounded(result)
 
 
 def _check_power(left: Number, right: Number) -> None:
     """Refuse before computing: the digits of a power grow with the exponent."""
-    if isinstance(left, int) and isinstance(right, int) and abs(left) > 1 and right > MOST_BITS / math.log2(abs(left)):
-        raise Refused("the numbers are too large")
+    if isinstance(left, int) and isinstance(right, int) and abs(left) > 1 and right > MAX_BITS / math.log2(abs(left)):
+        raise _Refused("the numbers are too large")
 
 
 def _bounded(number: Number) -> Number:
-    if isinstance(number, int) and number.bit_length() > MOST_BITS:
-        raise Refused("the numbers are too large")
+    if isinstance(number, int) and number.bit_length() > MAX_BITS:
+        raise _Refused("the numbers are too large")
     if isinstance(number, float) and not math.isfinite(number):
-        raise Refused("the numbers are too large")
+        raise _Refused("the numbers are too large")
     return number
 
 
@@ -126,7 +126,7 @@ def _count(node: ast.Call) -> int:
         words = [node.value for node in (text, part) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         if len(words) == 2 and words[1]:
             return words[0].count(words[1])
-    raise Refused("only numbers and + - * / // % ** ( ) are understood")
+    raise _Refused("only numbers and + - * / // % ** ( ) are understood")
 
 
 def written(number: Number) -> str:
@@ -134,7 +134,7 @@ def written(number: Number) -> str:
     if isinstance(number, float) and number.is_integer() and abs(number) < 1e15:
         number = int(number)
     if isinstance(number, int):
-        if number.bit_length() > MOST_DIGITS * math.log2(10):
-            raise Refused("the numbers are too large")
+        if number.bit_length() > MAX_DIGITS * math.log2(10):
+            raise _Refused("the numbers are too large")
         return str(number)
     return f"{number:.13g}"

@@ -29,7 +29,7 @@ from ascendchat.nn.logprobs import Float32Readout, Readout
 from ascendchat.nn.model import LanguageModel
 
 LEAST_SPAN = 128  # keys that a step reads at least; beyond, powers of two
-MOST_RECOMPILES = 64  # one per (rows, keys, mode)
+MAX_RECOMPILES = 64  # one per (rows, keys, mode)
 
 
 def power(value: int, least: int, most: int) -> int:
@@ -44,7 +44,7 @@ StepKey = tuple[int, int, Mode]  # rows, keys that each may see, what sampling n
 PLAIN = Mode(), Mode(random=True)  # sorting and counting are kernels of their own, which a compiler does not better
 
 
-class Logits(NamedTuple):
+class _Logits(NamedTuple):
     """What a pass over the rows of a step has found."""
 
     logits: Tensor  # (B, V) float32; before their bound where they are of decode.py
@@ -98,8 +98,8 @@ class Decoder:
         self.counts: Tensor | None = None
         self._steps: dict[StepKey, Callable[[], Tensor]] = {}
         self.prepared: list[tuple[int, int]] = []  # rows and keys, the cheapest first; see prepare
-        self._models: dict[tuple[int, int], Callable[[], Logits]] = {}  # compiled, by rows and keys
-        self._choices: dict[tuple[int, Mode], Callable[[Logits], Tensor]] = {}
+        self._models: dict[tuple[int, int], Callable[[], _Logits]] = {}  # compiled, by rows and keys
+        self._choices: dict[tuple[int, Mode], Callable[[_Logits], Tensor]] = {}
 
     # ---- new prompts ---------------------------------------------------------------------------
 
@@ -285,30 +285,30 @@ class Decoder:
         """What the attention of each layer is told before a graph is replayed."""
         return [{"actual_seq_lengths_kv": self._lengths(count, places)} for places in self.cache.places]
 
-    def _model(self, count: int, span: int) -> Callable[[], Logits]:
+    def _model(self, count: int, span: int) -> Callable[[], _Logits]:
         """The first half of a step: by kernels of our own, else compiled once for all modes where that is wanted."""
         if (fused := fused_step(self)) is not None:
-            return lambda: Logits(*fused.read(count, span))
+            return lambda: _Logits(*fused.read(count, span))
 
-        def read() -> Logits:
+        def read() -> _Logits:
             return self._read(count, span)
 
         if not self.compiled:
             return read
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_RECOMPILES)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_RECOMPILES)
         # A product with one row is a sum over the weights: tuned as such, it fuses with what stands around it.
         tuned = {"options": {"coordinate_descent_tuning": True}} if count == 1 else {}
         if (count, span) not in self._models:
             self._models[count, span] = self.device.compile(read, dynamic=False, fullgraph=True, **tuned)
         return self._models[count, span]
 
-    def _choice(self, count: int, mode: Mode) -> Callable[[Logits], Tensor]:
+    def _choice(self, count: int, mode: Mode) -> Callable[[_Logits], Tensor]:
         """The second half."""
         fused, bound = fused_step(self), self.model.softcap
         if mode in PLAIN and fused is not None:
             return lambda known: fused.choose(known, random=mode.random)
 
-        def choose(known: Logits) -> Tensor:
+        def choose(known: _Logits) -> Tensor:
             if fused is not None:  # logits as they come
                 known = known._replace(logits=bound * torch.tanh(known.logits / bound))
             return self._extend(count, mode, known)
@@ -319,7 +319,7 @@ class Decoder:
             self._choices[count, mode] = self.device.compile(choose, dynamic=False, fullgraph=True)
         return self._choices[count, mode]
 
-    def _read(self, count: int, span: int) -> Logits:
+    def _read(self, count: int, span: int) -> _Logits:
         """Read the newest token of rows 0 to count - 1."""
         model, rows = self.model, self.target[:count]
         override, length = self.override[:count], self.length[:count]
@@ -346,9 +346,9 @@ class Decoder:
         hidden = model.extend(
             token[:, None], position[:, None], attend, shift, room=self.context, before=self.previous[:count]
         )
-        return Logits(self.logits(hidden[:, 0]), token, position)
+        return _Logits(self.logits(hidden[:, 0]), token, position)
 
-    def _extend(self, count: int, mode: Mode, known: Logits) -> Tensor:
+    def _extend(self, count: int, mode: Mode, known: _Logits) -> Tensor:
         """Choose the next token of these rows, and note it."""
         logits, token, position = known
         override = self.override[:count]
@@ -367,7 +367,7 @@ class Decoder:
 
     def _choose(self, logits: Tensor, which: Tensor | slice, position: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
         """The next token (B,) of the rows `which`, whose logits are (B, V), and what the host gets of it: (2, B)
-        float32, ids and log probabilities; with mode.tops below them the MOST_TOPS likeliest ids and theirs."""
+        float32, ids and log probabilities; with mode.tops below them the MAX_TOPS likeliest ids and theirs."""
         seen, barred, bias, counts = (
             table[which] if needed and table is not None else None
             for table, needed in (
@@ -404,14 +404,14 @@ class Decoder:
 # fused.choose(known, random=True)          # the second, for PLAIN modes, as Decoder._extend
 
 
-class Fused(Protocol):
+class _Fused(Protocol):
     """The two halves of a step."""
 
     def read(self, rows: int, longest: int) -> tuple[Tensor, Tensor, Tensor]: ...
     def choose(self, known: tuple[Tensor, Tensor, Tensor], *, random: bool) -> Tensor: ...
 
 
-def fused_step(decoder: Decoder) -> Fused | None:
+def fused_step(decoder: Decoder) -> _Fused | None:
     """Our own model, on a chip with Triton, and logits as they come."""
     kernel, model, cache = decoder.kernel, decoder.model, decoder.cache
     if not (isinstance(kernel, Flash) and kernel.triton and isinstance(model, GPT)):

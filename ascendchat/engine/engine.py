@@ -105,7 +105,7 @@ class Engine:
         self.running: list[Job | None] = [None] * slots  # by slot
         self.ahead = 1 if device.pin else 0  # passes that run while the results of earlier ones are looked at
         self.paused: PauseMode | None = None
-        self._pending: deque[PendingPass] = deque()
+        self._pending: deque[_PendingPass] = deque()
         self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.pin]
         least = least_reuse or (LEAST_REUSE_ALONE if device.pin else LEAST_REUSE)
         self.prefixes = Prefixes(slots, self.decoder.cache.places, reuse, self._written_in, least)
@@ -113,7 +113,7 @@ class Engine:
         self.forgotten: list[Job] = []  # whose streams nobody holds any more
         self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
         self._group = 1  # requests that enter together at least, while others run
-        self.sheet, self.gather = Sheet(slots, context, self.vocab), Gather(self)
+        self.sheet, self.gather = Sheet(slots, context, self.vocab), _Gather(self)
 
     # ---- the Generator -------------------------------------------------------------------------
 
@@ -136,9 +136,9 @@ class Engine:
                 self.prefixes.clear()  # a pass that failed may have overwritten what a slot had
         return [job.completion for job in jobs]
 
-    def stream(self, request: Request) -> EngineStream:
+    def stream(self, request: Request) -> _EngineStream:
         """One answer as it comes, whole characters only, with tool calls and their results."""
-        return EngineStream(self, self.add(request))
+        return _EngineStream(self, self.add(request))
 
     @torch.no_grad()
     def load(self, weights: Weights, version: int, *, interrupt: bool = False, checked: bool = False) -> None:
@@ -328,7 +328,7 @@ class Engine:
     def _await(self, slots: Ints, result: Tensor, columns: Ints | None = None) -> None:
         """Start the copy of a pass's result to the host; `_collect` will look at it."""
         rows = self.sheet.launch(slots)
-        self._pending.append(PendingPass(rows, columns, self.device.fetch(result), self.version))
+        self._pending.append(_PendingPass(rows, columns, self.device.fetch(result), self.version))
 
     def _collect(self, leave: int) -> None:
         """Look at results, oldest first, until only `leave` are pending."""
@@ -423,7 +423,7 @@ PATIENCE = 8
 RECORDING = 256  # such steps in all, before a step of another size is recorded, which takes as long as many
 
 
-class Gather:
+class _Gather:
     """Of one engine."""
 
     def __init__(self, engine: Engine) -> None:
@@ -625,7 +625,7 @@ def allowed_next(jobs: Sequence[Job], tokenizer: Tokenizer, vocab: int) -> np.nd
     return allowed
 
 
-class PendingPass(NamedTuple):
+class _PendingPass(NamedTuple):
     """A pass whose result has not been looked at."""
 
     rows: Rows
@@ -637,7 +637,7 @@ class PendingPass(NamedTuple):
 # One answer of an engine as it comes: `for piece in engine.stream(request)`, as `ascendchat chat` does.
 
 
-class EngineStream:
+class _EngineStream:
     """The generator.Stream of one job. A step of the engine is never cut in the middle: a signal handler that closes
     the stream during one takes effect right behind it."""
 
@@ -650,7 +650,7 @@ class EngineStream:
     def completion(self) -> Completion:
         return self._job.completion
 
-    def __iter__(self) -> EngineStream:
+    def __iter__(self) -> _EngineStream:
         return self
 
     def __next__(self) -> Piece:

@@ -37,7 +37,7 @@ from ascendchat.nn.model import NORM_EPS
 from ascendchat.nn.triton_decoding import Blocks, product
 
 
-class Tiles(NamedTuple):
+class _Tiles(NamedTuple):
     """How `attend` walks over the keys."""
 
     keys: int  # at once
@@ -50,7 +50,8 @@ FEW, SOME = 4, 64  # rows
 LIBRARY = 2**18  # rows times width of the model, beyond SOME rows: from there on the library's products are faster
 TILE = 8192  # weights that a program holds
 # The rest was the fastest on an H200, in whole steps at depth 12 with 1, 64 and 256 rows of 192 tokens.
-FEW_TILES, SOME_TILES, MANY_TILES = Tiles(64, 1, 4, 0), Tiles(32, 3, 2, 32), Tiles(8, 3, 1, 32)  # up to FEW, SOME; more
+# For rows up to FEW, up to SOME, and more:
+FEW_TILES, SOME_TILES, MANY_TILES = _Tiles(64, 1, 4, 0), _Tiles(32, 3, 2, 32), _Tiles(8, 3, 1, 32)
 CUTS, PROGRAMS = 4, 400  # parts of the keys of a head at most; beyond FEW rows only up to so many programs in all, and
 LONG = 512  # only for more keys than these: with 600 to 2,000 a step of 8 to 32 rows takes 5 to 44 % less time so
 PROJECT_WARPS, JOINED_WARPS, DOWN_WARPS, NORM_WARPS = 8, 2, 8, 8

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
-MOST_CHARACTERS = 500_000  # of a grammar's text
-MOST_LEXER_STATES = 50_000  # of one row; 1 to 2 KB each
-MOST_KNOWN = 128  # compiled grammars that are kept
-MOST_REASON = 300  # characters of llguidance's reason that are passed on
+MAX_CHARACTERS = 500_000  # of a grammar's text
+MAX_LEXER_STATES = 50_000  # of one row; 1 to 2 KB each
+MAX_KNOWN = 128  # compiled grammars that are kept
+MAX_REASON = 300  # characters of llguidance's reason that are passed on
 # One line, a space behind commas and colons or none: a model cannot fill its answer with white space. No \uXXXX: with
 # it a key of `properties` can be written a second time as an additional one. What a schema says in "x-guidance" (other
 # white space, unknown keywords ignored) is overruled: an answer that validates is what was asked for.
@@ -94,7 +94,7 @@ def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
     else:
         schema = '{"type": "object"}' if grammar.kind == "json" else with_moved_borders(grammar.text)
         source = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
-    limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES, verbose_errors=False)
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     made = LLMatcher(tokens, source, log_level=0, limits=limits)
     if not made.is_error():
         made.compute_bitmask()  # finds what no answer fits, and what runs into a limit at once
@@ -154,7 +154,7 @@ def _borders(part: dict[str, Any], *names: str) -> list[float]:
 
 def too_long(grammar: Grammar) -> str:
     """Why a text is not even read."""
-    return f"it has {len(grammar.text)} characters, at most {MOST_CHARACTERS} are read"
+    return f"it has {len(grammar.text)} characters, at most {MAX_CHARACTERS} are read"
 
 
 def unusable(grammar: Grammar, reason: str) -> str:
@@ -167,7 +167,7 @@ def in_a_line(reason: str) -> str:
     if reason.startswith("NoExtension"):
         reason = "no answer fits it"
     line = " ".join(reason.removesuffix("<non-verbose/>").split())
-    return line if len(line) <= MOST_REASON else line[:MOST_REASON] + "..."
+    return line if len(line) <= MAX_REASON else line[:MAX_REASON] + "..."
 
 
 class Matcher:
@@ -186,7 +186,7 @@ class Matcher:
         return "stop" if self.inner.is_stopped() else None
 
 
-class Memo(Generic[Value]):
+class _Memo(Generic[Value]):
     """Values that are made once each, by the thread that asks first; others wait for it, and for nothing else. The
     oldest are forgotten."""
 
@@ -202,7 +202,7 @@ class Memo(Generic[Value]):
             known = self._known.get(key)
             if first := known is None:
                 known = self._known[key] = Future()
-                if len(self._known) > MOST_KNOWN:
+                if len(self._known) > MAX_KNOWN:
                     self._known.popitem(last=False)
             self._known.move_to_end(key)
         if first:
@@ -223,8 +223,8 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.vocab = tokenizer, tokenizer.vocab_size
         self._trial = Trial(tokenizer)
-        self._known: Memo[str] = Memo()  # why a grammar cannot be used, "" where it can
-        self._made: Memo[LLMatcher] = Memo()
+        self._known: _Memo[str] = _Memo()  # why a grammar cannot be used, "" where it can
+        self._made: _Memo[LLMatcher] = _Memo()
         self._lock = threading.Lock()  # of what is copied
 
     @cached_property
@@ -232,8 +232,8 @@ class Grammars:
         return vocabulary(self.tokenizer)
 
     @cached_property
-    def _landing(self) -> Landing:
-        return Landing(self.tokenizer)
+    def _landing(self) -> _Landing:
+        return _Landing(self.tokenizer)
 
     def check(self, grammar: Grammar, salt: str = "") -> None:
         """A ValueError of one line where the grammar cannot be used; nothing is compiled in this process."""
@@ -253,7 +253,7 @@ class Grammars:
             return Matcher(made.deep_copy())
 
     def _reason(self, grammar: Grammar) -> str:
-        if len(grammar.text) > MOST_CHARACTERS:
+        if len(grammar.text) > MAX_CHARACTERS:
             return too_long(grammar)
         return in_a_line(self._trial.reason(grammar))
 
@@ -298,7 +298,7 @@ FAR = 512  # tokens left above which nobody looks
 SPARE = 2  # tokens more than the shortest end needs
 
 
-class Landing:
+class _Landing:
     """The tokens that lead to an end, of one tokenizer: a single byte is always a token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -377,7 +377,7 @@ PATIENCE = 120.0  # seconds on the clock
 ENDING = 1.0  # seconds on the clock, for a process whose output has ended
 TOO_MUCH = "it takes too much time or memory to compile"
 SLOW = "SLOW"  # the process's answer where its fork has reached the limit of time
-MOST_ANSWER = 4096  # characters of a reason: a pipe takes them at once
+MAX_ANSWER = 4096  # characters of a reason: a pipe takes them at once
 NICE = 5  # answers under way come first
 
 
@@ -499,7 +499,7 @@ def compile_one(tokens: Any, grammar: Grammar, out: int) -> None:
         reason = ""
     except ValueError as error:
         reason = str(error) or "it makes no sense"
-    os.write(out, b"." + reason.encode("utf-8", "replace")[:MOST_ANSWER])
+    os.write(out, b"." + reason.encode("utf-8", "replace")[:MAX_ANSWER])
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ LEAST_REUSE = 16  # fewer tokens are read again: that is a fraction of the small
 # The same where the device works on its own: a pass over few tokens costs it as much as one over thousands, and the
 # copy comes on top. 1,024 answers of 64 short prompts take an H200 half the time if every prompt is read anew.
 LEAST_REUSE_ALONE = 256
-MOST_COPIES = 32  # slots that are copied at once: each needs its size in memory a second time
+MAX_COPIES = 32  # slots that are copied at once: each needs its size in memory a second time
 
 Tokens = NDArray[np.int32]
 
@@ -249,7 +249,7 @@ def rounds(groups: Sequence[Sequence[Copy]]) -> list[list[Copy]]:
     targets: set[int] = set()
     for group in groups:
         touched = {copy.source for copy in group} | {copy.target for copy in group}
-        if not result or touched & targets or len(result[-1]) + len(group) > MOST_COPIES:
+        if not result or touched & targets or len(result[-1]) + len(group) > MAX_COPIES:
             result.append([])
             targets = set()
         result[-1] += group
@@ -271,7 +271,7 @@ PASS_TOKENS = 16384  # of one pass over prompts, padding included
 UNDECIDED = -1  # `cached` of a job that waits for another's prompt
 
 
-class Entrant(Protocol):
+class _Entrant(Protocol):
     """What is to be known of a request."""
 
     slot: int
@@ -297,10 +297,10 @@ class Reading:
 
     def __init__(self, prefixes: Prefixes) -> None:
         self.prefixes = prefixes
-        self.jobs: list[Entrant] = []
+        self.jobs: list[_Entrant] = []
         self.copies: list[list[Copy]] = []  # to be done before the next pass, in this order
 
-    def enter(self, job: Entrant, free: Sequence[int], top: int) -> None:
+    def enter(self, job: _Entrant, free: Sequence[int], top: int) -> None:
         """Give the job one of the free slots; `top` is the highest slot that is busy, or -1."""
         hit = self.prefixes.find(job.tokens, job.salt)
         job.slot = self.prefixes.choose(hit, free, top)
@@ -315,7 +315,7 @@ class Reading:
             if job.cached == UNDECIDED:
                 self._begin(job, self.prefixes.find(job.tokens, job.salt), self.jobs[:number], free)
 
-    def _begin(self, job: Entrant, hit: Hit | None, before: Sequence[Entrant], free: Sequence[int]) -> None:
+    def _begin(self, job: _Entrant, hit: Hit | None, before: Sequence[_Entrant], free: Sequence[int]) -> None:
         length = 0 if hit is None else hit.length
         for other in before if self.prefixes.may_share(job.tokens) else ():
             if other.head != job.head:
@@ -368,7 +368,7 @@ class Reading:
         self.leave(job)
         return True
 
-    def leave(self, job: Entrant) -> None:
+    def leave(self, job: _Entrant) -> None:
         """A request that is over, however far it came."""
         if job in self.jobs:
             self.jobs.remove(job)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MOST_TOPS = 20  # likeliest tokens that can be reported beside each token
-MOST_BIAS = 100.0  # far beyond what logits differ by: it decides
+MAX_TOPS = 20  # likeliest tokens that can be reported beside each token
+MAX_BIAS = 100.0  # far beyond what logits differ by: it decides
 GrammarKind = Literal["json_schema", "json", "lark", "regex"]
 
 
@@ -75,15 +75,15 @@ class Sampling:
             raise ValueError(f"repetition_penalty must be positive, found {self.repetition_penalty}")
         if "" in self.stop:
             raise ValueError("a stop text must not be empty")
-        if not all(abs(bias) <= MOST_BIAS for _, bias in self.logit_bias):
+        if not all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias):
             raise ValueError("a logit_bias must lie between -100 and 100")
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
             raise ValueError("logit_bias names a token twice")
         for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
             if not -2 <= penalty <= 2:
                 raise ValueError(f"{name}_penalty must lie between -2 and 2, found {penalty}")
-        if not 0 <= self.top_logprobs <= MOST_TOPS:
-            raise ValueError(f"top_logprobs must lie between 0 and {MOST_TOPS}, found {self.top_logprobs}")
+        if not 0 <= self.top_logprobs <= MAX_TOPS:
+            raise ValueError(f"top_logprobs must lie between 0 and {MAX_TOPS}, found {self.top_logprobs}")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ascendchat.engine.request import MOST_TOPS, Sampling
+from ascendchat.engine.request import MAX_TOPS, Sampling
 
 LEAST_TEMPERATURE = 1e-6  # below it is greedy: a logit divided by less may be infinite, and then all are alike
 MASK = 0xFFFFFFFF  # 32 bits
@@ -131,8 +131,8 @@ def likeliest(scores: Tensor) -> Tensor:
 
 
 def likeliest_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and log probabilities (B, MOST_TOPS) of the likeliest tokens, or of all where the vocabulary is smaller."""
-    values, ids = logits.topk(min(MOST_TOPS, logits.size(-1)), dim=-1)
+    """Ids and log probabilities (B, MAX_TOPS) of the likeliest tokens, or of all where the vocabulary is smaller."""
+    values, ids = logits.topk(min(MAX_TOPS, logits.size(-1)), dim=-1)
     return ids, values - torch.logsumexp(logits, dim=-1, keepdim=True)
 
 

@@ -240,7 +240,7 @@ def centre(accuracy: float, chance: float) -> float:
 
 
 @dataclass
-class CoreReport:
+class _CoreReport:
     """CORE and what it is made of."""
 
     tasks: list[TaskScore]
@@ -281,7 +281,7 @@ def score_tasks(
     max_per_task: int | None = None,
     say: Callable[[str], None] = print,
     done: Callable[[str, int, int, dict[str, Any]], object] = lambda *result: None,
-) -> CoreReport:
+) -> _CoreReport:
     """All tasks, one after the other. As each ends it is announced, and `done` gets its label, rows scored, rows of the
     file, and the result."""
     began, scores = time.perf_counter(), []
@@ -296,7 +296,7 @@ def score_tasks(
         correct = "".join("01"[right] for right in score.correct)
         done(score.label, score.rows, score.rows_in_file, {**score.to_dict(), "correct": correct})
     missing = {task.label: task.missing for task in tasks if task.missing}
-    return CoreReport(scores, missing, max_per_task, time.perf_counter() - began)
+    return _CoreReport(scores, missing, max_per_task, time.perf_counter() - began)
 
 
 def score_line(task: TaskScore) -> str:
@@ -312,7 +312,7 @@ def score_line(task: TaskScore) -> str:
     )
 
 
-def core_lines(report: CoreReport) -> list[str]:
+def core_lines(report: _CoreReport) -> list[str]:
     """The lines under the table; each number says over what it was taken."""
     summary = report.to_dict()
     cut = f", first {report.max_per_task} rows of each" if report.max_per_task else ""

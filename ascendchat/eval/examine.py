@@ -43,7 +43,7 @@ JUDGES = 4  # programs of HumanEval that run at once, per rank
 Chosen = Callable[[], list[int]]
 
 
-class Chooser(Protocol):
+class _Chooser(Protocol):
     """Whatever can choose between tokens."""
 
     reserved: int  # tokens of the context that a prompt must leave free
@@ -119,7 +119,7 @@ class Examiner:
     """The model and how it is asked."""
 
     tokenizer: Encoder
-    chooser: Chooser
+    chooser: _Chooser
     generator: Generator
     max_tokens: int = 512  # of a reply
     samples: int = 1  # replies per question

@@ -60,7 +60,7 @@ class Scorer(Protocol):
         """Begin; calling what it returns waits for the result: per example, per row."""
 
 
-class UniqueRow(NamedTuple):
+class _UniqueRow(NamedTuple):
     """One row to run: `tokens[start:]` is scored; `places` are the equal rows (example, row) that get the result."""
 
     tokens: Row
@@ -68,11 +68,11 @@ class UniqueRow(NamedTuple):
     places: list[tuple[int, int]]
 
 
-class PrefixGroup(NamedTuple):
+class _PrefixGroup(NamedTuple):
     """Rows with the same first `start - 1` tokens, which run once."""
 
     prefix: Row
-    options: list[UniqueRow]
+    options: list[_UniqueRow]
 
 
 def row_length(flag: str, asked: int | None, trained: int) -> int:
@@ -95,24 +95,24 @@ def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def sort_out(examples: Sequence[Example]) -> tuple[list[UniqueRow], list[PrefixGroup]]:
+def sort_out(examples: Sequence[Example]) -> tuple[list[_UniqueRow], list[_PrefixGroup]]:
     """Rows that run whole, and groups that share their beginning. Rows without a scored token do not run, and equal
     options run once: their scores must be equal to the last bit, for the first of equals is the model's choice."""
-    whole: list[UniqueRow] = []
-    groups: list[PrefixGroup] = []
+    whole: list[_UniqueRow] = []
+    groups: list[_PrefixGroup] = []
     for number, example in enumerate(examples):
-        by_start: dict[int, dict[tuple[int, ...], UniqueRow]] = {}
+        by_start: dict[int, dict[tuple[int, ...], _UniqueRow]] = {}
         for i, (tokens, start) in enumerate(zip(example.rows, example.starts)):
             if start < 1:
                 raise ValueError(f"row {i} is scored from token {start}; the first token has nothing before it")
             if start < len(tokens):
                 key = tuple(tokens[start:] if example.shared else tokens) if len(example.rows) > 1 else ()
-                piece = by_start.setdefault(start, {}).setdefault(key, UniqueRow(tokens, start, []))
+                piece = by_start.setdefault(start, {}).setdefault(key, _UniqueRow(tokens, start, []))
                 piece.places.append((number, i))
         for start, unique in by_start.items():
             pieces = list(unique.values())
             if example.shared and len(pieces) > 1 and start - 1 >= WORTH_SHARING:
-                groups.append(PrefixGroup(pieces[0].tokens[: start - 1], pieces))
+                groups.append(_PrefixGroup(pieces[0].tokens[: start - 1], pieces))
             else:
                 whole += pieces
     return whole, groups
@@ -146,7 +146,7 @@ class ModelScorer:
         was_training = self.model.training
         self.model.eval()
         whole, groups = sort_out(examples)
-        order: list[UniqueRow] = []
+        order: list[_UniqueRow] = []
         parts: list[Tensor] = []  # each (2, scored tokens): nats and hits
         for batch in batches([len(piece.tokens) - 1 for piece in whole], self.max_tokens):
             pieces = [whole[i] for i in batch]
@@ -160,7 +160,7 @@ class ModelScorer:
         sizes = [len(example.rows) for example in examples]
         return lambda: collect(sizes, order, parts)
 
-    def run_whole(self, pieces: Sequence[UniqueRow]) -> Tensor:
+    def run_whole(self, pieces: Sequence[_UniqueRow]) -> Tensor:
         """Complete rows, each from its first token. (2, scored tokens)"""
         inputs = [piece.tokens[:-1] for piece in pieces]
         width = padded_length(max(map(len, inputs)))
@@ -179,7 +179,7 @@ class ModelScorer:
         model = self.model
         return documents(self.kernel, lengths, tokens, model.dtype, pin=self.pin, restarts=model.restarts)
 
-    def run_shared(self, groups: Sequence[PrefixGroup]) -> Iterator[tuple[list[UniqueRow], Tensor]]:
+    def run_shared(self, groups: Sequence[_PrefixGroup]) -> Iterator[tuple[list[_UniqueRow], Tensor]]:
         """The beginnings once, then the options of all groups in batches of their own."""
         lengths = [len(group.prefix) for group in groups]
         options = [(owner, piece) for owner, group in enumerate(groups) for piece in group.options]
@@ -209,7 +209,7 @@ class ModelScorer:
             yield pieces, self.run_options(pieces, owners, np.array(lengths)[owners], (keys, values, newest))
 
     def run_options(
-        self, pieces: Sequence[UniqueRow], owners: np.ndarray, before: np.ndarray, kept: tuple[list[Tensor], ...]
+        self, pieces: Sequence[_UniqueRow], owners: np.ndarray, before: np.ndarray, kept: tuple[list[Tensor], ...]
     ) -> Tensor:
         """Short rows that attend to the keys and values `kept` of row `owners[i]`, which has `before[i]` tokens."""
         keys, values, newest = kept
@@ -234,7 +234,7 @@ class ModelScorer:
         hidden = self.model.extend(tokens, positions, attend, shift, room=self.room, before=previous)  # (B, Q, C)
         return self.judge(hidden, pieces, [0] * len(pieces))
 
-    def judge(self, hidden: Tensor, pieces: Sequence[UniqueRow], first: Sequence[int]) -> Tensor:
+    def judge(self, hidden: Tensor, pieces: Sequence[_UniqueRow], first: Sequence[int]) -> Tensor:
         """Nats and hits of every scored token, row after row; row i begins at position first[i] of `hidden`."""
         counts = [len(piece.tokens) - piece.start for piece in pieces]
         where = np.concatenate(
@@ -252,7 +252,7 @@ class ModelScorer:
         return torch.stack((torch.cat(nats), torch.cat(hits).float()))
 
 
-def collect(sizes: Sequence[int], order: Sequence[UniqueRow], parts: Sequence[Tensor]) -> list[list[Scored]]:
+def collect(sizes: Sequence[int], order: Sequence[_UniqueRow], parts: Sequence[Tensor]) -> list[list[Scored]]:
     """Bring the results to the host in one copy and to their rows; rows that did not run have no tokens."""
     empty = Scored(np.zeros(0, np.float32), np.zeros(0, bool))
     out = [[empty] * size for size in sizes]

@@ -35,7 +35,7 @@ from ascendchat.parallel.world import SchedulerJob, World, derived_port, read_jo
 from ascendchat.processes import SMALLER
 
 __all__ = ["AttemptResult", "SchedulerJob", "World", "failure_text", "read_job", "read_world", "run"]
-MOST_SMALLER = 16  # restarts for that; a program that is not ours may end with the same status for ever
+MAX_SMALLER = 16  # restarts for that; a program that is not ours may end with the same status for ever
 TAIL = 30  # lines of a failed rank's log that are shown
 PORT_TRIES = 5
 NURSERY_LOG = "warm.log"
@@ -58,7 +58,7 @@ class LaunchPlan:
 
 def run(config: LaunchConfig) -> int:
     """Run the command on all ranks; start it again after a failure as often as --max-restarts allows, and on one node
-    MOST_SMALLER times more where a device died of too large a batch."""
+    MAX_SMALLER times more where a device died of too large a batch."""
     card = os.environ.get("ASCEND_DEVICE_ID", "0")
     if os.environ.get("RANK_ID") and card != "0":  # ModelArts' preset engine starts this once per card
         _say(f"card {card} is used by the launcher that runs on card 0; nothing to do here")
@@ -93,7 +93,7 @@ def _attempts(plan: LaunchPlan, config: LaunchConfig) -> int:
         else:
             explaining = _explain(outcome)
         # Other nodes see only that a rank is gone, and count that: so this one does, or it would wait for them alone.
-        if not short or plan.nodes > 1 or smaller > MOST_SMALLER:
+        if not short or plan.nodes > 1 or smaller > MAX_SMALLER:
             failures += 1
         if failures > config.max_restarts:
             if explaining:

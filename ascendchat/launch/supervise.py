@@ -43,7 +43,7 @@ class AttemptResult:
     lost: bool = False  # no rank has begun: the process that forks (forkserver.py) has ended before
 
 
-class Agent(Protocol):
+class _Agent(Protocol):
     """A running torchrun."""
 
     def poll(self) -> int | None: ...
@@ -78,7 +78,7 @@ class Signals:
         self.first = 0
         self.since = 0.0
         self.again = False
-        self.agent: Agent | None = None
+        self.agent: _Agent | None = None
         self._times = itertools.count()  # that the signal was about to be passed on
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -88,7 +88,7 @@ class Signals:
         self.first, self.since = number, time.monotonic()
         self._pass_on()
 
-    def attach(self, agent: Agent) -> None:
+    def attach(self, agent: _Agent) -> None:
         """From now on signals go there, also one that came while the process was being made."""
         self.agent = agent
         self._pass_on()
@@ -111,7 +111,7 @@ class Signals:
                 signal.signal(number, handler)
 
 
-def start_agent(words: list[str], environment: dict[str, str], log: Path, nursery: Nursery | None) -> Agent:
+def start_agent(words: list[str], environment: dict[str, str], log: Path, nursery: Nursery | None) -> _Agent:
     """torchrun, forked if there is somebody to do it.
 
     In a session of its own: Ctrl-C reaches the ranks through us, once, and not a second time from the terminal.

@@ -130,7 +130,7 @@ class CausalLM(LanguageModel):
         return list(getattr(self.inner.base_model, "layers", ()))
 
     def compiled(self, compile: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Tensor]:
-        return CompiledLayers(self, compile, say) if self.compiles_layers and self.layers else self
+        return _CompiledLayers(self, compile, say) if self.compiles_layers and self.layers else self
 
     def rope(self, length: int, dtype: Any, device: Any) -> None:
         """transformers makes its own, from the positions."""
@@ -167,7 +167,7 @@ def scale_of(inner: Any) -> float | None:
 # the weights as arguments. Only what calls `forward` is compiled: samples and scores come in many shapes and call the
 # model.
 
-MOST_GRAPHS = 64  # of layers that differ, of batches that do, with and without gradient; above that torch gives up
+MAX_GRAPHS = 64  # of layers that differ, of batches that do, with and without gradient; above that torch gives up
 
 
 def run(layer: nn.Module, *args: Any, **named: Any) -> Any:
@@ -182,13 +182,13 @@ def routed(layer: nn.Module, *args: Any, compiled: Callable[..., Any] | None = N
     return compiled(layer, *args, **named)
 
 
-class CompiledLayers:
+class _CompiledLayers:
     """The forward of a model. What cannot be compiled runs as it is, and a sentence says why."""
 
     def __init__(self, model: CausalLM, compile: Callable[..., Any], say: Callable[[str], None]) -> None:
         self.model, self.say, self.rows = model, say, 0
         self.compiled: Callable[..., Any] | None = compile(run, dynamic=False, fullgraph=True)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
         windows = model.shape.windows()
         for layer in model.layers:
             layer.forward = partial(routed, layer)

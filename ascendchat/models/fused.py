@@ -23,7 +23,7 @@ CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of t
 ROTATION = "apply_rotary_pos_emb"
 
 
-class FusedOps(Protocol):
+class _FusedOps(Protocol):
     """What a chip may have in one operator, with gradients; those of device/ have it."""
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
@@ -31,7 +31,7 @@ class FusedOps(Protocol):
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor: ...
 
 
-def fuse(model: CausalLM, ops: FusedOps | None, place: torch.device) -> list[str]:
+def fuse(model: CausalLM, ops: _FusedOps | None, place: torch.device) -> list[str]:
     """Put them in; what was put in, for people. The model may still be elsewhere."""
     if ops is None:
         return []
@@ -54,7 +54,7 @@ def fuse(model: CausalLM, ops: FusedOps | None, place: torch.device) -> list[str
     return [f"{name} x {count}" for name, count in counts.items()]
 
 
-def fused_forward(module: nn.Module, ops: FusedOps) -> Callable[[Tensor], Tensor] | None:
+def fused_forward(module: nn.Module, ops: _FusedOps) -> Callable[[Tensor], Tensor] | None:
     """The forward of a norm or of a gated MLP; None for anything else."""
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return partial(norm, module, ops)
@@ -63,11 +63,11 @@ def fused_forward(module: nn.Module, ops: FusedOps) -> Callable[[Tensor], Tensor
     return None
 
 
-def norm(module: Any, ops: FusedOps, x: Tensor) -> Tensor:
+def norm(module: Any, ops: _FusedOps, x: Tensor) -> Tensor:
     return ops.weighted_norm(x, module.weight, module.variance_epsilon)
 
 
-def gated(module: Any, ops: FusedOps, x: Tensor) -> Tensor:
+def gated(module: Any, ops: _FusedOps, x: Tensor) -> Tensor:
     found: Tensor = module.down_proj(ops.swiglu(module.gate_proj(x), module.up_proj(x)))
     return found
 
@@ -89,7 +89,7 @@ def same(theirs: Any, ours: Any, model: CausalLM, place: torch.device, *size: in
     return float(far) <= CLOSE.get(head.dtype, 0.0)
 
 
-def fuse_rotation(model: CausalLM, ops: FusedOps, place: torch.device) -> bool:
+def fuse_rotation(model: CausalLM, ops: _FusedOps, place: torch.device) -> bool:
     """transformers calls it as a function of the file of the model, which other models of that kind use too: those on
     another type of device keep theirs."""
     layer = next((module for module in model.inner.modules() if hasattr(module, "layer_idx")), None)

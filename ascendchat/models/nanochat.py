@@ -42,7 +42,7 @@ SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd
 PREFIXES = ("_orig_mod.", "module.")  # of compiled and of wrapped models
 
 
-class Source(NamedTuple):
+class _Source(NamedTuple):
     """One checkpoint of nanochat."""
 
     stage: str
@@ -89,12 +89,12 @@ def run(config: ImportNanochatConfig) -> int:
 # ---- which files -------------------------------------------------------------------------------
 
 
-def sources(path: Path, tag: str = "", step: int | None = None) -> list[Source]:
+def sources(path: Path, tag: str = "", step: int | None = None) -> list[_Source]:
     """The checkpoints that a path means, in the order of their stages."""
     if path.is_file():
         if not FILE.fullmatch(path.name):
             raise UserError(f"{path} is no checkpoint of nanochat: those are called model_013351.pt")
-        return [Source(_stage(path.parent), path.absolute())]
+        return [_Source(_stage(path.parent), path.absolute())]
     if not path.is_dir():
         raise UserError(f"there is no folder {path}; name that of nanochat, which holds base_checkpoints")
     path = path.absolute()
@@ -110,9 +110,9 @@ def sources(path: Path, tag: str = "", step: int | None = None) -> list[Source]:
         raise UserError(f"{path} holds the models {', '.join(tags)}; name one of them: --model-tag {tags[0]}")
     found = []
     for model in models:
-        known = {Source("", file).step: file for file in model.iterdir() if FILE.fullmatch(file.name)}
+        known = {_Source("", file).step: file for file in model.iterdir() if FILE.fullmatch(file.name)}
         if model.name == (tag or tags[0]) and (step is None or step in known):
-            found.append(Source(_stage(model), known[max(known) if step is None else step]))
+            found.append(_Source(_stage(model), known[max(known) if step is None else step]))
     if not found:
         raise UserError(f"{path} holds no model_{step or 0:06d}.pt; leave out --step, or give one that is there")
     return found
@@ -128,7 +128,7 @@ def _stage(model: Path) -> str:
 # ---- what is in them ---------------------------------------------------------------------------
 
 
-def write(source: Source, tokenizer: Tokenizer, pattern: str, folder: Path) -> str:
+def write(source: _Source, tokenizer: Tokenizer, pattern: str, folder: Path) -> str:
     """One checkpoint of ours, and its tokenizer beside it; what was done, in a line."""
     weights, config = read_weights(source.file), read_config(source)
     shape = shape_of(source.file, weights, {**config, **({"window_pattern": pattern} if pattern else {})})
@@ -174,7 +174,7 @@ def _bare(name: str) -> str:
     return name
 
 
-def read_config(source: Source) -> dict[str, Any]:
+def read_config(source: _Source) -> dict[str, Any]:
     """`model_config` of the meta file."""
     path = source.file.with_name(f"meta_{source.file.stem.removeprefix('model_')}.json")
     try:
@@ -287,7 +287,7 @@ NEEDED = ("bos", *(f"{who}_{edge}" for who in ("user", "assistant", "tool", "out
 BROKEN = (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, MemoryError)
 
 
-class Kept:
+class _Kept:
     """In the place of a tiktoken Encoding: its state, not understood."""
 
     state: Any = None
@@ -303,7 +303,7 @@ def _bytes(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-class Reader(pickle.Unpickler):
+class _Reader(pickle.Unpickler):
     """Knows the names that a pickled tiktoken Encoding holds, and no others."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
@@ -312,7 +312,7 @@ class Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("tiktoken.core", "Encoding"):
-            return Kept
+            return _Kept
         if (module, name) == ("_codecs", "encode"):
             return _bytes
         raise UserError(
@@ -325,7 +325,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """The same ids for every text, nanochat's special tokens under our names."""
     try:
         with open(path, "rb") as file:
-            kept = Reader(file, path).load()
+            kept = _Reader(file, path).load()
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}); name the folder that holds it: --tokenizer FOLDER"
@@ -333,7 +333,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     except BROKEN as error:
         raise UserError(f"{path} is no whole pickle ({error or type(error).__name__}); copy it again") from None
     state = getattr(kept, "state", None)
-    if not isinstance(kept, Kept) or not isinstance(state, dict):
+    if not isinstance(kept, _Kept) or not isinstance(state, dict):
         raise UserError(
             f"{path} holds no vocabulary of its own; only tokenizers that nanochat has trained are imported"
         )

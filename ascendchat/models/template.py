@@ -152,7 +152,7 @@ OPENING, THOUGHT = "<think>", "</think>"  # around what an answer thinks
 BREAK = "\u200b"  # a zero-width space: put into what only looks like a special token
 
 
-class Span(NamedTuple):
+class _Span(NamedTuple):
     """Letters of a text that the assistant writes."""
 
     begin: int
@@ -317,7 +317,7 @@ class ChatTemplate:
         """Tokens of a conversation as it is written whole."""
         return len(self._marked.encode(self._text(talk, opened=False), add_special_tokens=False).ids)
 
-    def _spans(self, talk: Sequence[Message]) -> tuple[str, list[Span]]:
+    def _spans(self, talk: Sequence[Message]) -> tuple[str, list[_Span]]:
         """The text of a conversation and what the assistant writes in it; where the template writes a turn otherwise
         when others follow, it is left out."""
         text = self._text(talk, opened=False)
@@ -327,7 +327,7 @@ class ChatTemplate:
             spans = [span for through, span in turns if text.startswith(through)]
         return text, spans
 
-    def _turn(self, talk: Sequence[Message], at: int) -> tuple[str, Span]:
+    def _turn(self, talk: Sequence[Message], at: int) -> tuple[str, _Span]:
         """The text up to the end of a turn of the assistant, and the turn in it."""
         before, through = self._text(talk[:at], opened=True), self._text(talk[: at + 1], opened=False)
         begin = len(os.path.commonprefix([before, through]))  # noqa: RUF071 (letters are meant)
@@ -346,15 +346,15 @@ class ChatTemplate:
                 )
             opened = before.index(OPENING, len(earlier))
             begin = begin if begin >= opened + len(OPENING) else min(begin, opened)  # the answer may begin by a < too
-        return through, Span(begin, len(through))
+        return through, _Span(begin, len(through))
 
-    def _spans_by_exchange(self, talk: Sequence[Message], text: str) -> list[Span] | None:
+    def _spans_by_exchange(self, talk: Sequence[Message], text: str) -> list[_Span] | None:
         """The same in time that grows with the conversation, not with its square: each exchange is written behind a
         short one and before the user's next word. None where these parts do not make up the text, for instance since
         the template counts the turns."""
         short = [*(self.lead or ()), *SHORT]
         starts = [0, *(at for at in range(1, len(talk)) if begins_exchange(talk, at)), len(talk)]
-        spans, end = list[Span](), 0
+        spans, end = list[_Span](), 0
         try:
             opening = self._text([*short, NEXT], opened=False).rpartition(CALLED)[0]
             for begin, stop in itertools.pairwise(starts):
@@ -366,17 +366,17 @@ class ChatTemplate:
                 if not body.startswith(known) or not text.startswith(body[len(known) :], end):
                     return None
                 for span in self._spans_by_step(part, written, len(before)):
-                    spans.append(Span(*(end + place - len(known) for place in span)))
+                    spans.append(_Span(*(end + place - len(known) for place in span)))
                 end += len(body) - len(known)
         except UserError:
             return None
         return spans if end == len(text) else None
 
-    def _spans_by_step(self, part: Sequence[Message], written: str, first: int) -> list[Span]:
+    def _spans_by_step(self, part: Sequence[Message], written: str, first: int) -> list[_Span]:
         """The turns of an exchange that is `written` so, from the message `first` on. Of many, between which tools
         give their results, each is written behind the one before it only, where these parts make up the text."""
         turns = [at for at in turns_in(part) if at >= first]
-        spans: list[Span] = []
+        spans: list[_Span] = []
         for last, at in itertools.pairwise([turns[0], *turns] if len(turns) > 2 else []):
             window = [*part[: turns[0]], *part[last : at + 1]]
             try:
@@ -387,13 +387,13 @@ class ChatTemplate:
             end = spans[-1].end if spans else 0
             if not through.startswith(known) or not written.startswith(through[len(known) :], end):
                 break
-            spans.append(Span(*(end + place - len(known) for place in span)))
+            spans.append(_Span(*(end + place - len(known) for place in span)))
         if len(spans) == len(turns):
             return spans
         found = (self._turn(part, at) for at in turns)
         return [span for through, span in found if written.startswith(through)]
 
-    def _rendered(self, text: str, spans: Sequence[Span]) -> Rendered:
+    def _rendered(self, text: str, spans: Sequence[_Span]) -> Rendered:
         ended = self.appended is not None and bool(spans) and spans[-1].end == len(text)
         if self.appended is not None:  # what closes a turn is only text: the model need not write it
             spans = [self._unclosed(text, span) for span in spans]
@@ -418,10 +418,10 @@ class ChatTemplate:
             mask.append(1)
         return Rendered(ids, mask)
 
-    def _unclosed(self, text: str, span: Span) -> Span:
+    def _unclosed(self, text: str, span: _Span) -> _Span:
         """A turn without the text by which the template closes it."""
         closed = self.closing and text.endswith(self.closing, span.begin, span.end)
-        return Span(span.begin, span.end - len(self.closing) * bool(closed))
+        return _Span(span.begin, span.end - len(self.closing) * bool(closed))
 
     def _whole(self, talk: Sequence[Message]) -> list[Rendered]:
         """One piece; or one for each turn of the assistant, where the template writes earlier turns otherwise."""

@@ -119,12 +119,12 @@ class HFTokenizer(Tokenizer):
         return _made, (self._made, options)  # to worker processes; never to disk
 
     @property
-    def for_grammars(self) -> GrammarTokens:
+    def for_grammars(self) -> _GrammarTokens:
         """For the process that tries grammars out, which has no time to import transformers."""
-        return GrammarTokens(self.json, self.vocab_size, self.specials)
+        return _GrammarTokens(self.json, self.vocab_size, self.specials)
 
 
-class GrammarTokens:
+class _GrammarTokens:
     """As much of a tokenizer as a grammar needs."""
 
     def __init__(self, json: str, vocab_size: int, specials: dict[str, int]) -> None:

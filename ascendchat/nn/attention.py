@@ -281,7 +281,7 @@ class NpuFusion:
     host_lengths = True
     by_position = False
     compiles_packed = False  # its bounds are numbers on the host: each batch would be compiled anew
-    MOST_DOCUMENTS: ClassVar[int] = 1024  # in one call: CANN's limit on the list of bounds
+    MAX_DOCUMENTS: ClassVar[int] = 1024  # in one call: CANN's limit on the list of bounds
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
         if device_type != "npu":
@@ -316,7 +316,7 @@ class NpuFusion:
 
     def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
         """One entry per call: the ends of its documents, counted from its first token, and the longest of them."""
-        groups = [lengths[i : i + self.MOST_DOCUMENTS] for i in range(0, len(lengths), self.MOST_DOCUMENTS)]
+        groups = [lengths[i : i + self.MAX_DOCUMENTS] for i in range(0, len(lengths), self.MAX_DOCUMENTS)]
         return [(np.cumsum(group).tolist(), int(group.max())) for group in groups]
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor:

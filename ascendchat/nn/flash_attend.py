@@ -261,7 +261,7 @@ def _seeing_sequences_npu(
 
     rule = rule.for_lengths(int(lengths.max()), int(keys.max()))
     limits = (rule.left, rule.right, rule.scale, rule.dropout, rule.lse)
-    outs, lses, most = [], [], npu_attention.MOST_SEQUENCES
+    outs, lses, most = [], [], npu_attention.MAX_SEQUENCES
     for i in range(0, len(lengths), most):
         ends, stops = np.cumsum(lengths[i : i + most]).tolist(), np.cumsum(keys[i : i + most]).tolist()
         a, c = int(lengths[:i].sum()), int(keys[:i].sum())
@@ -482,12 +482,12 @@ def flash_attn_with_kvcache(
         where = _places(k_cache, rows, positions, block_table)
         k_cache[where], v_cache[where] = k.to(k_cache.dtype), v.to(v_cache.dtype)
     held = None if known is None else [length + new for length in known]
-    cached = Cached(k_cache, v_cache, starts, new, held, rows, cache_batch_idx is None, cache_leftpad, block_table)
+    cached = _Cached(k_cache, v_cache, starts, new, held, rows, cache_batch_idx is None, cache_leftpad, block_table)
     out, lse = _attend(q, cached, rule)
     return (out, lse) if lse is not None else out
 
 
-class Cached(NamedTuple):
+class _Cached(NamedTuple):
     """What the queries find."""
 
     k: Tensor  # (rows, S, K, D), or (pages, size, K, D)
@@ -516,7 +516,7 @@ class Cached(NamedTuple):
         return self.read(torch.arange(length, device=self.k.device).expand(len(self.rows), -1))
 
 
-def _attend(q: Tensor, cached: Cached, rule: Rule) -> tuple[Tensor, Tensor | None]:
+def _attend(q: Tensor, cached: _Cached, rule: Rule) -> tuple[Tensor, Tensor | None]:
     name, queries = kernel_for(q, rule), q.size(1)
     rule = rule.for_lengths(queries, cached.room)
     if q.numel() == 0:
@@ -539,7 +539,7 @@ def _attend(q: Tensor, cached: Cached, rule: Rule) -> tuple[Tensor, Tensor | Non
     return plain.cached(q, k, v, totals, leftpad, rule, whole=whole, formula=name in FINITE)
 
 
-def _attend_npu(q: Tensor, cached: Cached, rule: Rule) -> tuple[Tensor, Tensor | None] | None:
+def _attend_npu(q: Tensor, cached: _Cached, rule: Rule) -> tuple[Tensor, Tensor | None] | None:
     """By the incremental kernel, or None where it has no way. It wants rows that begin at 0, and takes no window for
     one query: then the keys in sight are copied."""
     from ascendchat.device import npu_attention

@@ -38,7 +38,7 @@ def product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tens
     return torch._scaled_mm(a, b, scale_a=one / scale_a, scale_b=one / scale_b, out_dtype=dtype, use_fast_accum=True)
 
 
-class Fp8Linear(torch.autograd.Function):
+class _Fp8Linear(torch.autograd.Function):
     """x (N, I) @ weight.t(), weight (O, I)."""
 
     @staticmethod
@@ -54,7 +54,7 @@ class Fp8Linear(torch.autograd.Function):
         return dx, grad.t() @ x, None, None
 
 
-class Fp8Transposed(torch.autograd.Function):
+class _Fp8Transposed(torch.autograd.Function):
     """x (N, I) @ weight, weight (I, O)."""
 
     @staticmethod
@@ -94,10 +94,10 @@ class Fp8Head:
         self.factors, self.logits, self.back = map(compile, (head_factors, head_logits, head_back))
 
     def __call__(self, head: Tensor) -> HeadProducts:
-        return Fp8HeadProducts(head, self)
+        return _Fp8HeadProducts(head, self)
 
 
-class Fp8HeadProducts(HeadProducts):
+class _Fp8HeadProducts(HeadProducts):
     """Logits, and the gradient of the hidden states. That of the head stays in the compute dtype: it would need both of
     its factors turned, and gains least."""
 
@@ -125,9 +125,9 @@ class Fp8Ops(PlainOps):
         self.gradient_scale.fill_(GRADIENT_SCALE * tokens)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = Fp8Linear.apply(x.flatten(0, -2), weight, INPUT_SCALE, self.gradient_scale)
+        y = _Fp8Linear.apply(x.flatten(0, -2), weight, INPUT_SCALE, self.gradient_scale)
         return y.unflatten(0, x.shape[:-1])
 
     def transposed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = Fp8Transposed.apply(x.flatten(0, -2), weight, SQUARE_SCALE, self.gradient_scale)
+        y = _Fp8Transposed.apply(x.flatten(0, -2), weight, SQUARE_SCALE, self.gradient_scale)
         return y.unflatten(0, x.shape[:-1])

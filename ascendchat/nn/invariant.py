@@ -35,7 +35,7 @@ REGISTERS, PIECE = 64, 1 << 14  # numbers: a multiple of what registers hold; to
 GROUP = 1 << 21  # products of queries and keys that exist at a time, where several queries are asked for
 
 
-class TiledProduct(torch.autograd.Function):
+class _TiledProduct(torch.autograd.Function):
     """x (N, I) @ weight (I, O), tile by tile."""
 
     @staticmethod
@@ -55,7 +55,7 @@ class TiledProduct(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x (..., I) @ weight (I, O)."""
-    y: Tensor = TiledProduct.apply(x.reshape(-1, x.size(-1)), weight)  # type: ignore[no-untyped-call]
+    y: Tensor = _TiledProduct.apply(x.reshape(-1, x.size(-1)), weight)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], weight.size(1))
 
 
@@ -95,7 +95,7 @@ class InvariantReadout(Float32Readout):
         return most + in_pieces(torch.log, total)
 
 
-class Bounds(NamedTuple):
+class _Bounds(NamedTuple):
     """Where the documents of a batch (B, T) are."""
 
     lengths: tuple[int, ...]
@@ -128,9 +128,9 @@ class InvariantAttention:
             parts.append(self._attend(q[:, start:stop], k[:, :stop], v[:, :stop], ends, window, scale))
         return torch.cat(parts, dim=1)
 
-    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Bounds:
+    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> _Bounds:
         positions = np.concatenate([np.arange(length) for length in lengths]).reshape(rows, -1)
-        return Bounds(tuple(lengths.tolist()), upload(torch.from_numpy(positions)))
+        return _Bounds(tuple(lengths.tolist()), upload(torch.from_numpy(positions)))
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor:
         parts = zip(*(x.flatten(0, 1).split(bounds.lengths) for x in (q, k, v)))

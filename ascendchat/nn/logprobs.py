@@ -25,7 +25,7 @@ Objective = Callable[..., Tensor]  # (log-probabilities (N,), *columns (N,)) -> 
 
 
 @dataclass(frozen=True)
-class Wanted:
+class _Wanted:
     """What is asked of the head, one entry per row of hidden states."""
 
     tokens: Tensor  # (N,), IGNORE where nothing is scored
@@ -41,12 +41,12 @@ def chunks(hidden: Tensor, head: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, hidden.size(0), rows))
 
 
-class HeadObjective(torch.autograd.Function):
+class _HeadObjective(torch.autograd.Function):
     """Forward computes the gradients too; backward only scales them. Results: the loss, then (N,) log-probabilities and
     entropies, 0 where nothing is scored."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, wanted: _Wanted) -> tuple[Tensor, Tensor, Tensor]:
         drawn, vocab = wanted.drawn, wanted.drawn.vocab
         narrow = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype  # float16 has no room for gradients
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
@@ -150,8 +150,8 @@ def head_objective(
     """
     rows, tokens = scored_rows(targets)
     scale = mean_weight(tokens) if weight is None else weight
-    wanted = Wanted(tokens, scale, drawn, objective, tuple(column.reshape(-1)[rows] for column in columns))
-    loss, *known = HeadObjective.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, wanted)  # type: ignore[no-untyped-call]
+    wanted = _Wanted(tokens, scale, drawn, objective, tuple(column.reshape(-1)[rows] for column in columns))
+    loss, *known = _HeadObjective.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, wanted)  # type: ignore[no-untyped-call]
     logprobs, entropies = (spread(column, rows, targets) for column in known)
     return loss, logprobs, entropies
 

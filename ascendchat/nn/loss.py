@@ -98,7 +98,7 @@ class HeadProducts:
 
 
 @dataclass(frozen=True)
-class Targets:
+class _Targets:
     """What the head is asked for, one entry per row of hidden states, and how the answers become a loss."""
 
     tokens: Tensor  # (N,), IGNORE where nothing is scored
@@ -114,11 +114,11 @@ class Targets:
         return self.tokens[start:stop], self.weight, self.vocab, later, self.ahead
 
 
-class HeadLoss(torch.autograd.Function):
+class _HeadLoss(torch.autograd.Function):
     """Forward computes the gradients too; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, wanted: Targets) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, wanted: _Targets) -> Tensor:
         rows = chunk_rows(hidden, head)
         grad_hidden, grad_head = torch.empty_like(hidden), None
         learns = ctx.needs_input_grad[1]  # a head that is frozen costs a third less
@@ -167,8 +167,8 @@ def head_loss(
         later = targets[:, 1:] if follows is None else targets[:, 1:].masked_fill(follows[:, 1:] == 0, IGNORE)
         later = torch.nn.functional.pad(later, (0, 1), value=IGNORE).reshape(-1)
     tokens = targets.reshape(-1)
-    wanted = Targets(tokens, mean_weight(tokens) if weight is None else weight, vocab, scorer, later, ahead, products)
-    return HeadLoss.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)  # type: ignore[no-any-return, no-untyped-call]
+    wanted = _Targets(tokens, mean_weight(tokens) if weight is None else weight, vocab, scorer, later, ahead, products)
+    return _HeadLoss.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def mean_weight(tokens: Tensor) -> Tensor:

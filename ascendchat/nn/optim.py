@@ -126,10 +126,10 @@ class MuonAdamW:
         groups = list(groups)
         self.count = torch.zeros((), dtype=torch.float32, device=groups[0].parameters[0][1].device)
         rounded = [g for g in groups if g.parameters[0][1].dtype == compute_dtype != torch.float32]
-        self.room: Room | None = None
-        rooms: list[Room] = []
+        self.room: _Room | None = None
+        rooms: list[_Room] = []
         if rounded and world.size == 1:
-            self.room, rooms = Room.of(rounded, compute_dtype)
+            self.room, rooms = _Room.of(rounded, compute_dtype)
         known = {id(group): room for group, room in zip(rounded, rooms)}
         # Matrices are shared out whole, in teams that are small enough for that (sizes/memory.py); the rest among all.
         everyone, alone = collectives.Team(world.rank, world.size), ALONE
@@ -284,14 +284,14 @@ class Group:
         self.initial_lr = self.initial_lr or self.lr
 
 
-class Room(NamedTuple):
+class _Room(NamedTuple):
     """Where the parameters of several buckets lie, and their weights in float32: one copy rounds all of them."""
 
     flat: Tensor
     weight: Tensor
 
     @classmethod
-    def of(cls, groups: list[Group], dtype: torch.dtype) -> tuple[Room, list[Room]]:
+    def of(cls, groups: list[Group], dtype: torch.dtype) -> tuple[_Room, list[_Room]]:
         """For all these groups, and for each of them."""
         sizes = [sum(p.numel() for _, p in group.parameters) for group in groups]
         starts = list(itertools.accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
@@ -307,7 +307,7 @@ class Bucket:
     owns everything."""
 
     def __init__(
-        self, group: Group, team: collectives.Team, room: Room | None = None, copies: collectives.Team = ALONE
+        self, group: Group, team: collectives.Team, room: _Room | None = None, copies: collectives.Team = ALONE
     ) -> None:
         self.group, self.team, self.copies, self.room = group, team, copies, room
         rank, size = team.rank, team.size

@@ -77,7 +77,7 @@ def whole_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str
 
 
 @dataclass
-class Share:
+class _Share:
     """This device's part of one parameter, flat, and its state."""
 
     name: str
@@ -121,7 +121,7 @@ class ShardedAdamW:
             for name, parameter in group.parameters:
                 rows, row = parameter.size(0), math.prod(parameter.shape[1:])
                 first = min(rank * -(-rows // ranks), rows)  # FSDP2 cuts as torch.chunk does
-                self.shares.append(Share(name, parameter, group, first * row))
+                self.shares.append(_Share(name, parameter, group, first * row))
 
     def gradients(self) -> list[Tensor]:
         return [grad for share in self.shares if (grad := share.grad) is not None]

@@ -41,7 +41,7 @@ _gather_into: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist
 _scatter_into: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 
-class Connects(Protocol):
+class _Connects(Protocol):
     """What is needed of a device here."""
 
     @property
@@ -110,7 +110,7 @@ def turns(count: int, size: int) -> Iterator[tuple[int, int, bool]]:
         yield first, min(first + size, count), own
 
 
-def init(device: Connects, *, timeout: float = 1800.0, connect_timeout: float | None = None) -> World:
+def init(device: _Connects, *, timeout: float = 1800.0, connect_timeout: float | None = None) -> World:
     """Bind this process to its device and join the job; with one process nothing is connected.
 
     All ranks must be here within `connect_timeout` seconds; a collective may take `timeout` seconds.
@@ -167,7 +167,7 @@ def abandon() -> None:
     atexit.unregister(teardown)
 
 
-class Handle:
+class _Handle:
     """A collective under way; `wait` may be called any number of times."""
 
     def __init__(self, work: Any = None, finish: Callable[[], object] | None = None) -> None:
@@ -182,8 +182,8 @@ class Handle:
             finish()
 
 
-def _handle(work: Any, finish: Callable[[], object] | None, async_op: bool) -> Handle:
-    handle = Handle(work, finish)
+def _handle(work: Any, finish: Callable[[], object] | None, async_op: bool) -> _Handle:
+    handle = _Handle(work, finish)
     if not async_op:
         handle.wait()
     return handle
@@ -215,12 +215,12 @@ def _addend(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False, among: Team | None = None) -> Handle:
+def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False, among: Team | None = None) -> _Handle:
     """Reduce over all ranks, or those of a team, in place. op: sum, mean, max or min."""
     _check_op(tensor, op)
     team = _among(among)
     if team.size == 1:
-        return Handle()
+        return _Handle()
     addend = _addend(tensor)
 
     def finish() -> None:
@@ -240,14 +240,14 @@ def _copy_unless_same(output: torch.Tensor, input: torch.Tensor) -> None:
 
 def reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False, among: Team | None = None
-) -> Handle:
+) -> _Handle:
     """Reduce `input` (size x output) over all ranks, or those of a team; each keeps its slice in `output`."""
     _check_op(input, op)
     team = _among(among)
     _check_sizes(input, output, team.size)
     if team.size == 1:
         _copy_unless_same(output, input)
-        return Handle()
+        return _Handle()
     if _state.gloo:  # it has no reduce_scatter in every version that we support
         addend = _addend(input)
         addend = addend.clone() if addend is input else addend
@@ -266,13 +266,13 @@ def reduce_scatter(
     return _handle(work, finish, async_op)
 
 
-def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False, among: Team | None = None) -> Handle:
+def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False, among: Team | None = None) -> _Handle:
     """Collect the `input` of every rank, or those of a team, in rank order, in `output` (size x input)."""
     team = _among(among)
     _check_sizes(output, input, team.size)
     if team.size == 1:
         _copy_unless_same(output, input)
-        return Handle()
+        return _Handle()
     result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
     work = _gather_into(result.view(-1), input.contiguous().view(-1), group=team.group, async_op=True)
     return _handle(work, None if result is output else lambda: output.copy_(result), async_op)

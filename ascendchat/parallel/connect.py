@@ -25,7 +25,7 @@ class MissingRanks(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Timeouts:
+class _Timeouts:
     """Seconds. In this order the one that knows most about a fault speaks first: connect < execute < group."""
 
     group: float
@@ -36,7 +36,7 @@ class Timeouts:
 
 def order_timeouts(
     collective: str, timeout: float, connect_timeout: float | None, environ: Mapping[str, str]
-) -> Timeouts:
+) -> _Timeouts:
     """Fit the process group's timeout to the collective library's own, `<LIBRARY>_CONNECT_TIMEOUT` and `_EXEC_TIMEOUT`.
 
     A library without such variables (the device's profile sets the first where it exists) keeps the group's timeout.
@@ -74,7 +74,7 @@ def order_timeouts(
             f"{execute_name}={execute:.0f} is not above {connect_name}={library_connect:.0f}: a rank that is late then "
             f"looks like a rank that hangs; unset {execute_name} or make it larger"
         )
-    return Timeouts(group, connect, variables, tuple(notes))
+    return _Timeouts(group, connect, variables, tuple(notes))
 
 
 def _store(me: World, serve: bool, limit: float) -> torch_dist.Store:

@@ -85,7 +85,7 @@ def run(config: PlanConfig) -> int:
 # ascendchat plan --depth 32 --chip Ascend910B4       # refused, with the flags that would fit
 
 Planner = Callable[[PlanConfig, Chip], dict[str, Any]]
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 SHORTEST_ROW = 128
 
 
@@ -107,7 +107,7 @@ def _ladders(config: PlanConfig, chip: Chip) -> Iterator[Iterator[dict[str, Any]
         yield iter([{"activation_checkpointing": True}])
     # More devices share the optimizer state; decoding needs whole copies, and a second CPU is a second machine.
     if training and chip.devices_per_node > 1:
-        yield ({"devices": 2**k} for k in range(MOST_DEVICES.bit_length()) if config.devices < 2**k <= MOST_DEVICES)
+        yield ({"devices": 2**k} for k in range(MAX_DEVICES.bit_length()) if config.devices < 2**k <= MAX_DEVICES)
     if training and config.hf_config and not config.lora_rank:
         yield iter([{"lora_rank": 16}])
     if config.goal == "train" and config.hf_config and not config.bits and not config.shard and packing_saves(chip):

@@ -40,7 +40,7 @@ from ascendchat.remote.vllm import VllmServer, find_out, first_line
 from ascendchat.remote.weights import Scorer, probe_of
 
 PATH = "/v1/completions"
-MOST_UNUSABLE = 3  # attempts at an answer that can be learnt from
+MAX_UNUSABLE = 3  # attempts at an answer that can be learnt from
 PULSE = 20.0  # seconds for one token by a server that is well
 
 Result = TypeVar("Result")
@@ -139,9 +139,9 @@ class Remote:
         self._suspect = True
         return self._wait(self._all([self._one(request) for request in requests]))
 
-    def stream(self, request: Request) -> RemoteStream:
+    def stream(self, request: Request) -> _RemoteStream:
         """One answer as it comes."""
-        return RemoteStream(self, request, self._body(request))
+        return _RemoteStream(self, request, self._body(request))
 
     def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
         """Answer with these weights from now on, verified; see Generator.load."""
@@ -184,7 +184,7 @@ class Remote:
                     await self._part(answer, asked)
                 except Unusable as problem:
                     unusable += 1
-                    if unusable >= MOST_UNUSABLE:
+                    if unusable >= MAX_UNUSABLE:
                         raise UserError(f"{self.url} gives answers that cannot be learnt from: {problem}") from None
                 if answer.over:
                     break
@@ -405,7 +405,7 @@ def shifted(sampling: Sampling, attempt: int) -> Sampling:
 #     for piece in stream: ...
 
 
-class RemoteStream:
+class _RemoteStream:
     """The generator.Stream of one request."""
 
     def __init__(self, remote: Remote, request: Request, body: dict[str, Any]) -> None:
@@ -420,7 +420,7 @@ class RemoteStream:
     def completion(self) -> Completion:
         return self._answer.completion
 
-    def __iter__(self) -> RemoteStream:
+    def __iter__(self) -> _RemoteStream:
         return self
 
     def __next__(self) -> Piece:

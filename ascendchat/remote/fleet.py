@@ -41,10 +41,10 @@ from ascendchat.remote.weights import Scorer, remembered
 
 RETRIES = 5.0  # seconds for which a server that is busy or gone is asked again before another one is
 TOGETHER = 8  # requests that are handed over at a time at least, and a group is never divided below that
-MOST_TOGETHER = 16  # and at most
+MAX_TOGETHER = 16  # and at most
 THREADS = 64  # that wait for answers at a time
 SLOTS = 64  # that a server is taken to have: a quarter of it is how much more one may have to do for its cache's sake
-MOST_ATTEMPTS = 12  # servers that may fail over one request before it is given up
+MAX_ATTEMPTS = 12  # servers that may fail over one request before it is given up
 PACE = 0.5  # seconds between two looks at a server
 IDLE = 10.0  # seconds without a word after which a server without work is tried
 
@@ -52,7 +52,7 @@ FAILURES = (UserError, OSError, Damaged, CancelledError)  # of a server, not of 
 
 
 @dataclass
-class Member:
+class _Member:
     """One server."""
 
     url: str
@@ -74,7 +74,7 @@ def batches(requests: Sequence[Request]) -> list[list[int]]:
         if found and len(found[-1]) + len(group) <= TOGETHER:
             found[-1] += group
         else:
-            found += [group[at : at + MOST_TOGETHER] for at in range(0, len(group), MOST_TOGETHER)]
+            found += [group[at : at + MAX_TOGETHER] for at in range(0, len(group), MAX_TOGETHER)]
     return found
 
 
@@ -112,7 +112,7 @@ class Fleet:
         own = {"api_key": api_key, "tokenizer": tokenizer, "concurrency": concurrency, "patience": RETRIES}
         self.settings: dict[str, Any] = {**own, **more}
         self.timeout, self.patience, self.hang, self.pushes, self.say = timeout, patience, hang, pushes, say
-        self.members = [Member(url) for url in urls]
+        self.members = [_Member(url) for url in urls]
         self.version, self.context = 0, 0
         self._own = store is None
         self.store = Path(tempfile.mkdtemp(prefix="ascendchat-fleet-")) if store is None else store
@@ -185,9 +185,9 @@ class Fleet:
         finally:  # after an error or Ctrl-C nobody waits for the others
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def stream(self, request: Request) -> FleetStream:
+    def stream(self, request: Request) -> _FleetStream:
         """One answer as it comes; until its first piece it may be asked elsewhere."""
-        return FleetStream(self, request)
+        return _FleetStream(self, request)
 
     def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
         """Answer with these weights from now on; see Generator.load. A server that does not take them is out of service
@@ -222,7 +222,7 @@ class Fleet:
         then; what it did answer is kept."""
         answers: dict[int, Completion] = {}
         reason = ""
-        for _ in range(MOST_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             left = [place for place in places if place not in answers]
             if not left or self._closing.is_set():
                 break
@@ -250,10 +250,10 @@ class Fleet:
         if self._closing.is_set():
             raise UserError("the connection to the servers for rollouts was closed")
         if len(answers) < len(places):
-            raise UserError(f"{len(places) - len(answers)} answers were given up after {MOST_ATTEMPTS} tries: {reason}")
+            raise UserError(f"{len(places) - len(answers)} answers were given up after {MAX_ATTEMPTS} tries: {reason}")
         return answers
 
-    def take(self, requests: Sequence[Request]) -> tuple[Member, Remote]:
+    def take(self, requests: Sequence[Request]) -> tuple[_Member, Remote]:
         """The server that is best for these requests, once there is one; they count as its load."""
         blocks, end = blocks_of(requests[0].prompt), time.monotonic() + self.patience
         with self._changed:
@@ -270,7 +270,7 @@ class Fleet:
             assert member.remote is not None
             return member, member.remote
 
-    def give(self, member: Member, count: int) -> None:
+    def give(self, member: _Member, count: int) -> None:
         """So many requests are no longer under way there."""
         with self._changed:
             member.load -= count
@@ -283,12 +283,12 @@ class Fleet:
     def _connect(self, url: str, timeout: float | None = None) -> Remote:
         return Remote.open(url, timeout=timeout or self.timeout, **{**self.settings, "scorer": self._scorer})
 
-    def _enter(self, member: Member, remote: Remote) -> None:
+    def _enter(self, member: _Member, remote: Remote) -> None:
         with self._changed:
             member.remote, member.reason, member.heard = remote, "", time.monotonic()
             self._changed.notify_all()
 
-    def lose(self, member: Member, remote: Remote, reason: str) -> None:
+    def lose(self, member: _Member, remote: Remote, reason: str) -> None:
         """Out of service; whoever waits for its answers asks elsewhere."""
         with self._changed:
             if member.remote is not remote:
@@ -300,7 +300,7 @@ class Fleet:
             self.say(f"rollouts: {member.url} is out of service: {reason}")
         remote.close()
 
-    def _watch(self, member: Member) -> None:
+    def _watch(self, member: _Member) -> None:
         """A thread: try a server that is out of service, or has said nothing for long."""
         while not self._closing.wait(PACE):
             remote, silent = member.remote, time.monotonic() - member.heard
@@ -309,7 +309,7 @@ class Fleet:
             elif silent > (self.hang if member.load else IDLE):
                 self._look(member, remote)
 
-    def _look(self, member: Member, remote: Remote) -> None:
+    def _look(self, member: _Member, remote: Remote) -> None:
         before, wanted = self._syncs, self.version
         try:
             found = self._try(member.url)
@@ -329,7 +329,7 @@ class Fleet:
             answer = remote.generate([probe])[0]
             return answer.version if remote.ours else self.version
 
-    def _return(self, member: Member) -> None:
+    def _return(self, member: _Member) -> None:
         """Back into service, with the weights that the others have."""
         try:
             self._try(member.url)
@@ -361,7 +361,7 @@ class Fleet:
         """Every server in service takes them, or leaves it. False: none has them, and nothing is changed."""
         weights = read_file(file)
 
-        def one(pair: tuple[Member, Remote]) -> Exception | None:
+        def one(pair: tuple[_Member, Remote]) -> Exception | None:
             pair[1].scorer = score
             try:
                 pair[1].load(weights, version, **how)
@@ -387,7 +387,7 @@ class Fleet:
                     old.unlink(missing_ok=True)
             return took
 
-    def _back(self, member: Member, remote: Remote) -> None:
+    def _back(self, member: _Member, remote: Remote) -> None:
         """The weights from before."""
         if self._weights is None:
             return self.lose(member, remote, "it has weights that others refused, and those before are not known here")
@@ -400,10 +400,8 @@ class Fleet:
 
 # One answer of a Fleet as it comes: `fleet.stream(request)`. Until its first piece it may be asked elsewhere.
 
-MOST_ATTEMPTS = 12  # servers that may fail before it is given up
 
-
-class FleetStream:
+class _FleetStream:
     """The generator.Stream of one request."""
 
     def __init__(self, fleet: Fleet, request: Request) -> None:
@@ -421,7 +419,7 @@ class FleetStream:
     def completion(self) -> Completion:
         return self._stream.completion
 
-    def __iter__(self) -> FleetStream:
+    def __iter__(self) -> _FleetStream:
         return self
 
     def __next__(self) -> Piece:
@@ -431,7 +429,7 @@ class FleetStream:
             except (UserError, OSError, CancelledError) as error:
                 self._end()
                 self._fleet.lose(self._member, self._remote, str(error) or "the connection was closed")
-                if self._read or self._attempts == MOST_ATTEMPTS:
+                if self._read or self._attempts == MAX_ATTEMPTS:
                     raise
                 self._begin()
             except BaseException:

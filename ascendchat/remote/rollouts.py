@@ -41,7 +41,7 @@ from ascendchat.remote.weights import Scorer
 READY = re.compile(r"ready: (http://\S+)")
 LONGEST_START = 900.0  # seconds until a server must be ready: it opens the model, and may compile
 ENDING = 20.0  # seconds that it gets to end
-MOST_EARLY_DEATHS = 3  # in a row, before it was ready
+MAX_EARLY_DEATHS = 3  # in a row, before it was ready
 LOOK = 0.1  # seconds between two looks at a server that starts
 HANDED_OVER = 0.9  # of --rollout-timeout, after which a server gives what it has written before the trainer gives up
 
@@ -91,12 +91,12 @@ class OwnServer:
     def start(self) -> str:
         """Its address, when it is ready; from then on it is started again whenever it ends. What somebody has killed
         before it was ready is tried again: it is not to blame."""
-        for attempt in range(1, MOST_EARLY_DEATHS + 1):
+        for attempt in range(1, MAX_EARLY_DEATHS + 1):
             try:
                 self._begin()
                 break
             except UserError as error:
-                if attempt == MOST_EARLY_DEATHS or not self.killed:
+                if attempt == MAX_EARLY_DEATHS or not self.killed:
                     raise
                 self.say(str(error))
         self._watcher = threading.Thread(target=self._watch, name="rollout server", daemon=True)
@@ -131,7 +131,7 @@ class OwnServer:
     def _watch(self) -> None:
         """A thread: when it dies, it gets a successor on the same port."""
         early = 0
-        while early < MOST_EARLY_DEATHS:
+        while early < MAX_EARLY_DEATHS:
             assert self._process is not None
             status = self._process.wait()
             if self._closing.is_set():

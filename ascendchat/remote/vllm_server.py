@@ -56,7 +56,7 @@ print(json.dumps(found))
 
 
 @dataclass(frozen=True)
-class ServerPlan:
+class _ServerPlan:
     """Everything that is decided before vLLM starts."""
 
     command: list[str]
@@ -86,7 +86,7 @@ def say(text: str) -> None:
 # ---- before the start ----------------------------------------------------------------------------
 
 
-def make_plan(config: RolloutServerConfig, environ: Mapping[str, str]) -> ServerPlan:
+def make_plan(config: RolloutServerConfig, environ: Mapping[str, str]) -> _ServerPlan:
     """Command and environment; what is known not to work is a UserError."""
     if not config.model:
         raise UserError("--model is missing: the folder or the hub's name of a model of Hugging Face")
@@ -117,7 +117,7 @@ def make_plan(config: RolloutServerConfig, environ: Mapping[str, str]) -> Server
     notes = warnings(asked, there, {**environ, **added})
     more = list(config.more[1:] if config.more[:1] == ("--",) else config.more)
     model = [config.model] if program[-1] == "serve" else ["--model", config.model]
-    return ServerPlan([*program, *model, *flags, *more], added, f"http://{config.host}:{config.port}", notes)
+    return _ServerPlan([*program, *model, *flags, *more], added, f"http://{config.host}:{config.port}", notes)
 
 
 def find_vllm(python: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
@@ -207,7 +207,7 @@ def is_loopback(host: str) -> bool:
 # ---- running -------------------------------------------------------------------------------------
 
 
-def serve(plan: ServerPlan, longest_start: float) -> int:
+def serve(plan: _ServerPlan, longest_start: float) -> int:
     """Until vLLM ends; its exit status. The first signal is passed on, the second kills."""
     port = int(plan.url.rpartition(":")[2])
     if not is_free(port):
@@ -282,14 +282,14 @@ LEAST_TRANSFER = {"": (0, 16), "npu": (0, 22, 1)}  # the first with weight trans
 RL_CONFIG = {"rl_config": {"enabled": True}}  # no FRACTAL_NZ, no expandable segments, development routes
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """Versions that vllm-ascend is published for. CANN: the oldest that is known to work."""
 
     torch: tuple[int, int]
     cann: tuple[int, int]
 
 
-ROWS = {"0.18": Row((2, 9), (8, 5)), "0.23": Row((2, 10), (9, 0))}
+ROWS = {"0.18": _Row((2, 9), (8, 5)), "0.23": _Row((2, 10), (9, 0))}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ COLOURS = (
     "#8c6d00",
     "#444444",
 )  # readable on white, also without red or green
-MOST_POINTS = 600  # of a curve: more make a file large and nothing clearer
+MAX_POINTS = 600  # of a curve: more make a file large and nothing clearer
 SMOOTH = 0.02  # of a curve's points are averaged with each
 COLUMNS, WIDTH, HEIGHT = 3, 3.9, 2.5  # panels beside each other; inches of one
 
@@ -55,9 +55,9 @@ class Panel:
 
 
 def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Means of neighbours, so that at most MOST_POINTS are left."""
+    """Means of neighbours, so that at most MAX_POINTS are left."""
     x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
-    width = -(-len(x) // MOST_POINTS)
+    width = -(-len(x) // MAX_POINTS)
     if width <= 1:
         return x, y
     parts = np.arange(0, len(x), width)

@@ -53,7 +53,7 @@ from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.start import Beginning, begin_with_ours, begin_with_theirs, only_weights
 
-MOST_SLOTS = 256
+MAX_SLOTS = 256
 BUSY_TOKENS = 1 << 15  # of a micro-batch: more make no device faster
 LOOKED_AT = 256  # questions, for their length
 # Two-step problems, and what is nearest to them: with them alone, answers to one-step problems fell from 99 to 41 %.
@@ -92,7 +92,7 @@ def run(config: RlConfig) -> int:
         learner = batch_invariant(learner) if config.batch_invariant else learner
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
         drawn = Drawn(shape.vocab, config.temperature, config.top_k, learner.model.softcap, readout=readout_of(learner))
-        slots = config.slots or min(MOST_SLOTS, answers)
+        slots = config.slots or min(MAX_SLOTS, answers)
         engine = cache(lambda: engine_of(learner, tokenizer, slots, drawn.readout))
         folder = run_folder(config.run or begin.run, "rl")
         generator = stack.enter_context(generator_of(config, engine, slots, begin, folder, here))

@@ -29,7 +29,7 @@ from ascendchat.engine.detokenize import TextStream
 from ascendchat.engine.request import Completion
 from ascendchat.sandbox.process import Link, find_object
 
-MOST_CALLS = 8  # of the calculator in an answer
+MAX_CALLS = 8  # of the calculator in an answer
 SECOND_TRY = 0.5  # share of its reward that the second answer gets
 TRY_AGAIN = {"en": "That is not right. Try again.", "zh": "不对，请再试一次。"}
 
@@ -47,7 +47,7 @@ class Trajectory:
     finish: str = "stop"
 
 
-class AsyncGenerator:
+class _AsyncGenerator:
     """The model, as one episode sees it. Requests of all episodes are answered together."""
 
     def __init__(self, link: Link, tokenizer: Tokenizer, context: int, room: int) -> None:
@@ -73,16 +73,16 @@ class AsyncGenerator:
         reward: float | None = await self._link.ask("reward", *question)
         return reward
 
-    def talk(self, messages: Sequence[Message]) -> Talk:
+    def talk(self, messages: Sequence[Message]) -> _Talk:
         """A conversation that becomes a trajectory."""
-        return Talk(self, render_prompt(self.tokenizer, messages, self.room))
+        return _Talk(self, render_prompt(self.tokenizer, messages, self.room))
 
 
 @dataclass
-class Talk:
+class _Talk:
     """A conversation on its way, as tokens: what the model wrote stays as it was written."""
 
-    generator: AsyncGenerator
+    generator: _AsyncGenerator
     prompt: list[int]
     after: Completion = field(default_factory=Completion)  # everything behind the prompt
     lines: list[str] = field(default_factory=list)  # for people to read
@@ -165,16 +165,16 @@ class Talk:
         return self.generator.tokenizer.specials[f"<|{name}|>"]
 
 
-class Calculator:
+class _Calculator:
     """The calculator as a tool of a workflow: the model calls it, the result comes as a turn, the model goes on. The
     engine can do the same within an answer; here it can be any tool."""
 
-    async def arun(self, generator: AsyncGenerator, row: Mapping[str, Any]) -> Trajectory:
+    async def arun(self, generator: _AsyncGenerator, row: Mapping[str, Any]) -> Trajectory:
         special = generator.tokenizer.specials
         opens, closes = special["<|tool_start|>"], special["<|tool_end|>"]
         stops = closes, special["<|assistant_end|>"], special["<|bos|>"]
         talk = generator.talk(row["messages"])
-        for _ in range(MOST_CALLS):
+        for _ in range(MAX_CALLS):
             answer = await talk.reply(tools=False, stop_tokens=stops)
             if answer.ids[-1:] != [closes] or talk.left < 2:
                 break
@@ -187,10 +187,10 @@ class Calculator:
         return talk.trajectory(await generator.reward(talk.text, talk.after.ids))
 
 
-class TryAgain:
+class _TryAgain:
     """A wrong answer is told so, once; a second one that is right gets half of the reward."""
 
-    async def arun(self, generator: AsyncGenerator, row: Mapping[str, Any]) -> Trajectory:
+    async def arun(self, generator: _AsyncGenerator, row: Mapping[str, Any]) -> Trajectory:
         talk = generator.talk(row["messages"])
         reward = await generator.reward(await talk.reply())
         words = TRY_AGAIN["zh" if re.search(r"[\u4e00-\u9fff]", str(row["messages"][-1]["content"])) else "en"]
@@ -201,7 +201,7 @@ class TryAgain:
         return talk.trajectory(reward)
 
 
-BUILT_IN = {"calculator": Calculator, "try-again": TryAgain}
+BUILT_IN = {"calculator": _Calculator, "try-again": _TryAgain}
 
 
 @cache
@@ -223,7 +223,7 @@ async def run_episode(
     if row is None:
         return None
     link.begin()
-    return as_trajectory(await workflow(AsyncGenerator(link, tokenizer, context, room), row))
+    return as_trajectory(await workflow(_AsyncGenerator(link, tokenizer, context, room), row))
 
 
 def as_trajectory(value: Any) -> Trajectory | None:

@@ -215,7 +215,7 @@ class Verdict:
     right: bool = False  # the first term that says so is above 0
 
 
-class Term(NamedTuple):
+class _Term(NamedTuple):
     """One term of a reward."""
 
     name: str
@@ -251,15 +251,15 @@ class Judge:
             self.close()
             raise
 
-    def _open(self, name: str, weight: float | None) -> Term:
+    def _open(self, name: str, weight: float | None) -> _Term:
         """A term that can work; else an error now, not in an hour."""
         weight = 1.0 if weight is None else weight
         if name in OURS or name == TASK:
-            return Term(name, weight)
+            return _Term(name, weight)
         if name == MATH:
             if importlib.util.find_spec("math_verify") is None:
                 raise UserError("--reward math-verify needs the package of this name: pip install math-verify")
-            return Term(name, weight)
+            return _Term(name, weight)
         if ":" not in name:
             known = nearest(name, [TASK, *OURS, MATH])
             raise UserError(f"--reward {name} is no built-in term; {known}; or write module:function")
@@ -269,7 +269,7 @@ class Judge:
             raise UserError(
                 f"--reward {name}: {problem}; write module:function of a file that can be imported"
             ) from None
-        return Term(name, weight, bool(shared))
+        return _Term(name, weight, bool(shared))
 
     def _processes(self) -> Pool:
         with self._guard:
@@ -312,7 +312,7 @@ class Judge:
             number.add_done_callback(count)
         return whole
 
-    def _begin(self, term: Term, asked: Asked) -> Future[float]:
+    def _begin(self, term: _Term, asked: Asked) -> Future[float]:
         task, index, reply, prompt_ids, completion_ids, finish = asked
         if term.name == TASK:
             return self._threads.submit(lambda: float(task.correct(index, reply)))

@@ -125,7 +125,7 @@ def begun(request: Request) -> Begun:
     return request, Completion(finish_reason="cancelled")
 
 
-class Workflow(Protocol):
+class _Workflow(Protocol):
     """Makes episodes of questions; workflow.py has it."""
 
     def groups(self, asked: Sequence[Question], samples: int, generate: Generate) -> list[Group]: ...
@@ -143,7 +143,7 @@ class Rollout:
     samples: int
     seed: int
     shape_reward: Callable[[float, Completion], float] = lambda reward, answer: reward
-    workflow: Workflow | None = None  # several turns: workflow.py
+    workflow: _Workflow | None = None  # several turns: workflow.py
     tokens: int = 0  # generated so far
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

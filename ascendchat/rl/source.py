@@ -26,7 +26,7 @@ from ascendchat.parallel import collectives
 from ascendchat.rl.rollout import Begun, Rollout, begun
 from ascendchat.rl.schedule import Rhythm, Slot
 
-MOST_THREADS = 256  # groups that are asked for at the same time
+MAX_THREADS = 256  # groups that are asked for at the same time
 FRUITLESS = 30  # times in a row that a generator may answer without a single token
 PAUSE = 1.0  # seconds after which it is asked again
 WAVES = 8  # chunks of the longest answer that is allowed
@@ -39,7 +39,7 @@ def chunk_of(max_new_tokens: int) -> int:
 
 
 @dataclass
-class Clock:
+class _Clock:
     """Seconds that each side has waited for the other since they were last asked for."""
 
     trainer: float = 0.0
@@ -71,7 +71,7 @@ class InTurn:
 
     def __init__(self, rollout: Rollout, rhythm: Rhythm, chunk: int) -> None:
         self.rollout, self.rhythm, self.chunk = rollout, rhythm, chunk
-        self.clock, self.pushed = Clock(), -1  # the version that answers
+        self.clock, self.pushed = _Clock(), -1  # the version that answers
         self._told = time.perf_counter(), 0  # when `pace` was asked for, and the tokens generated until then
         self.lock = threading.RLock()  # around the rhythm, and all that its slots hold
         self._weights: Weights = {}
@@ -241,7 +241,7 @@ class Beside(InTurn):
                 if slot.group is None:
                     self.clock.begin()
                     self._left.put((slot.number, slot))
-        for _ in range(min(MOST_THREADS, self.clock.busy) - len(self._threads)):
+        for _ in range(min(MAX_THREADS, self.clock.busy) - len(self._threads)):
             self._threads.append(threading.Thread(target=self._work, name="rollout", daemon=True))
             self._threads[-1].start()
 

@@ -45,7 +45,7 @@ def turn_seed(seed: int, number: int, sample: int, turn: int) -> int:
 
 
 @dataclass(eq=False)
-class Batch:
+class _Batch:
     """What an episode has asked at once, and the answers so far: they go back together."""
 
     episode: int
@@ -91,7 +91,7 @@ class Workflows:
         """The episodes of these questions. A generator elsewhere is asked by `generate`, which gives whole answers."""
         episodes = [(question, sample) for question in asked for sample in range(samples)]
         ask = generate or self.generator.generate
-        way = Elsewhere(self, episodes, ask) if self.generator.elsewhere else Here(self, episodes)
+        way = _Elsewhere(self, episodes, ask) if self.generator.elsewhere else _Here(self, episodes)
         found = [self.accept(question, outcome) for (question, _), outcome in zip(episodes, way.run())]
         self.works, self.tried = self.works or any(found), self.tried + len(found)
         if found and not self.works and self.tried >= self.least:
@@ -124,7 +124,7 @@ class Workflows:
         self.pool.close()
 
 
-class Episodes:
+class _Episodes:
     """The episodes of one call on their way."""
 
     def __init__(self, flows: Workflows, episodes: Sequence[tuple[Question, int]], width: int) -> None:
@@ -132,7 +132,7 @@ class Episodes:
         self.inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.outcomes: list[Future[Any]] = [Future() for _ in episodes]
         self.waiting = deque(range(len(episodes)))
-        self.batches: dict[int, list[Batch]] = {}  # of each episode under way: what it has asked
+        self.batches: dict[int, list[_Batch]] = {}  # of each episode under way: what it has asked
 
     def begin(self) -> None:
         """As many as there is room for."""
@@ -169,7 +169,7 @@ class Episodes:
 
     def asked(self, number: int, questions: Questions) -> None:
         writes = sum(question[0] == "generate" for _, question in questions.asked)
-        batch = Batch(number, questions, [None] * len(questions.asked), writes)
+        batch = _Batch(number, questions, [None] * len(questions.asked), writes)
         self.batches[number].append(batch)
         for place, (_, (what, *details)) in enumerate(questions.asked):
             if what == "generate":
@@ -190,7 +190,7 @@ class Episodes:
         sampling = replace(flows.sampling, **{**given, **ours})
         return Request(ids, replace(sampling, max_tokens=min(sampling.max_tokens, left)))
 
-    def judge(self, batch: Batch, place: int, reply: str, ids: list[int], finish: str) -> None:
+    def judge(self, batch: _Batch, place: int, reply: str, ids: list[int], finish: str) -> None:
         question, _ = self.episodes[batch.episode]
         asked = Asked(question.task, question.index, reply, question.prompt, ids, finish)
 
@@ -199,7 +199,7 @@ class Episodes:
 
         self.flows.judge.submit(asked).add_done_callback(done)
 
-    def answered(self, batch: Batch, place: int, value: Any, problem: str = "") -> None:
+    def answered(self, batch: _Batch, place: int, value: Any, problem: str = "") -> None:
         """One answer; when it is the last of its batch, they go back."""
         if batch not in self.batches.get(batch.episode, []):
             return  # the episode is over, or was begun again
@@ -209,17 +209,17 @@ class Episodes:
             self.batches[batch.episode].remove(batch)
             self.flows.pool.answer(batch.questions, [answer for answer in batch.answers if answer])
 
-    def generate(self, batch: Batch, place: int, request: Request) -> None:
+    def generate(self, batch: _Batch, place: int, request: Request) -> None:
         raise NotImplementedError
 
-    def drop(self, batches: Sequence[Batch]) -> None:
+    def drop(self, batches: Sequence[_Batch]) -> None:
         """Nobody waits for these any longer."""
 
     def run(self) -> list[Future[Any]]:
         raise NotImplementedError
 
 
-class Here(Episodes):
+class _Here(_Episodes):
     """With the engine in this process, which takes a step when nobody else has anything to do."""
 
     def __init__(self, flows: Workflows, episodes: Sequence[tuple[Question, int]]) -> None:
@@ -227,10 +227,10 @@ class Here(Episodes):
         assert isinstance(engine, Engine)
         super().__init__(flows, episodes, len(engine.running))
         self.engine = engine
-        self.fresh: list[tuple[int, int, int, Batch, Request]] = []
-        self.jobs: dict[Job, tuple[Batch, int]] = {}
+        self.fresh: list[tuple[int, int, int, _Batch, Request]] = []
+        self.jobs: dict[Job, tuple[_Batch, int]] = {}
 
-    def generate(self, batch: Batch, place: int, request: Request) -> None:
+    def generate(self, batch: _Batch, place: int, request: Request) -> None:
         self.fresh.append((batch.episode, batch.questions.asked[place][0], place, batch, request))
 
     def run(self) -> list[Future[Any]]:
@@ -264,13 +264,13 @@ class Here(Episodes):
                 self.jobs[job] = batch, place
         return bool(self.jobs) and not refused
 
-    def drop(self, batches: Sequence[Batch]) -> None:
+    def drop(self, batches: Sequence[_Batch]) -> None:
         for job in [job for batch in batches for job in batch.jobs]:
             self.engine.cancel(job)
             self.jobs.pop(job, None)
 
 
-class Elsewhere(Episodes):
+class _Elsewhere(_Episodes):
     """With a generator that is asked from many threads."""
 
     def __init__(self, flows: Workflows, episodes: Sequence[tuple[Question, int]], ask: Generate) -> None:
@@ -278,7 +278,7 @@ class Elsewhere(Episodes):
         self.ask = ask
         self.threads = ThreadPoolExecutor(ELSEWHERE, thread_name_prefix="episode")
 
-    def generate(self, batch: Batch, place: int, request: Request) -> None:
+    def generate(self, batch: _Batch, place: int, request: Request) -> None:
         def done(answers: Future[list[Completion]]) -> None:
             problem = answers.exception()
             if problem is None:

@@ -229,7 +229,7 @@ class Console:
 
 
 @dataclass(frozen=True)
-class Speed:
+class _Speed:
     """How fast a stretch of training went."""
 
     tokens_per_second: float
@@ -240,7 +240,7 @@ class Speed:
 
 def speed(
     tokens: float, seconds: float, flops_per_token: float = 0.0, peak_flops: float | None = None, devices: int = 1
-) -> Speed:
+) -> _Speed:
     """`tokens` of all devices together, done in `seconds`; `peak_flops` of one device at the dtype in use.
 
     A stretch too short for the clock (0 s) has speed 0 rather than infinity.
@@ -248,7 +248,7 @@ def speed(
     if tokens < 0 or seconds < 0 or devices < 1:
         raise ValueError(f"speed of {tokens} tokens in {seconds} s on {devices} devices")
     rate = tokens / seconds if seconds > 0 else 0.0
-    return Speed(rate, rate * flops_per_token / (peak_flops * devices) if peak_flops else None)
+    return _Speed(rate, rate * flops_per_token / (peak_flops * devices) if peak_flops else None)
 
 
 def eta(done: float, total: float, seconds: float) -> float | None:

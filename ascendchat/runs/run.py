@@ -31,7 +31,7 @@ from typing import Any
 
 from ascendchat.config import as_dict, dump, load_yaml, spelling
 from ascendchat.config.train import STAGES
-from ascendchat.errors import MOST_NAMED, UserError, home, nearest
+from ascendchat.errors import MAX_NAMED, UserError, home, nearest
 from ascendchat.files import begin_sha256, write_atomic
 from ascendchat.runs.trackers import Sinks, check_track
 from ascendchat.version import __version__
@@ -443,7 +443,7 @@ def last_stage(run: str) -> str:
     if not there:
         saved = [path.parent for path in (home() / "runs").glob("*/*/latest")]
         known = sorted({folder.parent.name for folder in saved if folder.name in STAGES})  # not base.old
-        if len(known) > MOST_NAMED:
+        if len(known) > MAX_NAMED:
             raise UserError(f"the run {run!r} has no checkpoint; of those that have, {nearest(run, known)}")
         raise UserError(f"the run {run!r} has no checkpoint; runs that have: {', '.join(known) or 'none'}")
     return there[-1]

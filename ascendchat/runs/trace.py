@@ -25,7 +25,7 @@ IDLE = re.compile(r"WAIT|EVENT_RECORD", re.I)  # tasks of a stream that compute 
 LISTED = 10  # operators in the table
 
 
-class Span(NamedTuple):
+class _Span(NamedTuple):
     """One event of a trace, in seconds on the trace's clock."""
 
     name: str
@@ -35,7 +35,7 @@ class Span(NamedTuple):
     thread: tuple[Any, Any]
 
 
-class Operator(NamedTuple):
+class _Operator(NamedTuple):
     """One line of the table: seconds and calls of all traced steps together."""
 
     name: str
@@ -44,12 +44,12 @@ class Operator(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Profile:
+class _Profile:
     """Shares are of the traced steps' time, 0 to 1."""
 
     steps: int
     seconds: float
-    operators: tuple[Operator, ...]  # the longest first
+    operators: tuple[_Operator, ...]  # the longest first
     launches: int  # kernels given to the device; operators where there is no device beside the host
     on_device: bool  # whether the trace has times of a device
     busy: float
@@ -59,7 +59,7 @@ class Profile:
     host_bound: float | None  # None: the profiler gave no times of the device
 
 
-def read_trace(path: Path) -> list[Span]:
+def read_trace(path: Path) -> list[_Span]:
     """The events of a Chrome trace that say where time goes."""
     stored = json.loads(path.read_text(encoding="utf-8"))
     events: list[dict[str, Any]] = stored["traceEvents"] if isinstance(stored, dict) else stored
@@ -67,7 +67,7 @@ def read_trace(path: Path) -> list[Span]:
     return [span for event in events if event.get("ph") == "X" and (span := _span(event, hardware))]
 
 
-def _span(event: Mapping[str, Any], hardware: set[Any]) -> Span | None:
+def _span(event: Mapping[str, Any], hardware: set[Any]) -> _Span | None:
     name, category = str(event.get("name")), event.get("cat")
     kernel = category in KERNELS or (event.get("pid") in hardware and not IDLE.search(name))
     if EXCHANGE.search(name) and (kernel or category in ("cpu_op", None)):
@@ -81,10 +81,10 @@ def _span(event: Mapping[str, Any], hardware: set[Any]) -> Span | None:
     else:
         return None
     begin = float(event["ts"]) / 1e6  # microseconds; torch_npu writes them as text
-    return Span(name, kind, begin, begin + float(event["dur"]) / 1e6, (event.get("pid"), event.get("tid")))
+    return _Span(name, kind, begin, begin + float(event["dur"]) / 1e6, (event.get("pid"), event.get("tid")))
 
 
-def covered(spans: Iterable[Span]) -> float:
+def covered(spans: Iterable[_Span]) -> float:
     """Seconds in which at least one of the spans was under way."""
     total, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda s: s.begin):
@@ -93,11 +93,11 @@ def covered(spans: Iterable[Span]) -> float:
     return total
 
 
-def own_time(spans: Iterable[Span]) -> list[Operator]:
+def own_time(spans: Iterable[_Span]) -> list[_Operator]:
     """Operators by the time that they did not spend in operators which they called; the longest first."""
     seconds: dict[str, float] = {}
     calls: dict[str, int] = {}
-    open_calls: dict[tuple[Any, Any], list[Span]] = {}
+    open_calls: dict[tuple[Any, Any], list[_Span]] = {}
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
         stack = open_calls.setdefault(span.thread, [])
         while stack and stack[-1].end <= span.begin:
@@ -107,10 +107,10 @@ def own_time(spans: Iterable[Span]) -> list[Operator]:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.begin
         calls[span.name] = calls.get(span.name, 0) + 1
         stack.append(span)
-    return sorted((Operator(name, calls[name], took) for name, took in seconds.items()), key=lambda o: -o.seconds)
+    return sorted((_Operator(name, calls[name], took) for name, took in seconds.items()), key=lambda o: -o.seconds)
 
 
-def summarise(spans: Sequence[Span], *, steps: int, seconds: float, waited: float, device: bool) -> Profile:
+def summarise(spans: Sequence[_Span], *, steps: int, seconds: float, waited: float, device: bool) -> _Profile:
     """The profile of `steps` steps that took `seconds`, `waited` of them for data. `device`: there is one beside the
     host, so that host operators say nothing of how busy it is."""
     by = {kind: [s for s in spans if s.kind == kind] for kind in ("operator", "kernel", "exchange", "launch")}
@@ -120,7 +120,7 @@ def summarise(spans: Sequence[Span], *, steps: int, seconds: float, waited: floa
     either = covered([*work, *by["exchange"]]) / seconds
     launches = len(by["kernel"]) or len(by["launch"]) or len(by["operator"])
     known = on_device or not device
-    return Profile(
+    return _Profile(
         steps=steps,
         seconds=seconds,
         operators=tuple(own_time([*work, *by["exchange"]] if on_device else [*by["operator"], *by["exchange"]])),
@@ -134,7 +134,7 @@ def summarise(spans: Sequence[Span], *, steps: int, seconds: float, waited: floa
     )
 
 
-def advice(found: Profile) -> str:
+def advice(found: _Profile) -> str:
     """What to try first, by rule: the largest loss of time that a setting can change."""
     if found.waiting >= 0.1:
         return translate(
@@ -159,7 +159,7 @@ def advice(found: Profile) -> str:
     return translate(f"Nothing stands out: the time is computing, most of it in {first}.")
 
 
-def table(found: Profile, first: int) -> str:
+def table(found: _Profile, first: int) -> str:
     """The profile for people; `first` is the number of the first traced step, from 1."""
     last, each = first + found.steps - 1, found.seconds / found.steps
     busy = translate("device busy") if found.on_device else translate("in operators of the host")

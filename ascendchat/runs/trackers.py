@@ -22,7 +22,7 @@ from ascendchat.config import as_dict
 from ascendchat.errors import UserError, nearest
 
 
-class Sink(Protocol):
+class _Sink(Protocol):
     """Where metrics go besides metrics.jsonl."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -83,7 +83,7 @@ def _logged_in(variable: str, file: Path, host: str) -> bool:
         return False
 
 
-class WandB:
+class _WandB:
     """RUN/wandb; one W&B run per run folder, continued on resume."""
 
     def __init__(self, folder: Path, run_id: str, config: Any, resume_step: int | None) -> None:
@@ -118,7 +118,7 @@ class WandB:
         self._run.finish()
 
 
-class SwanLab:
+class _SwanLab:
     """RUN/swanlab; one SwanLab run per run folder."""
 
     def __init__(self, folder: Path, run_id: str, config: Any, resume_step: int | None) -> None:
@@ -151,10 +151,10 @@ class SwanLab:
         self._swanlab.finish()
 
 
-SINKS: dict[str, Callable[[Path, str, Any, int | None], Sink]] = {
+SINKS: dict[str, Callable[[Path, str, Any, int | None], _Sink]] = {
     "tensorboard": TensorBoard,
-    "swanlab": SwanLab,
-    "wandb": WandB,
+    "swanlab": _SwanLab,
+    "wandb": _WandB,
 }
 
 
@@ -172,7 +172,7 @@ class Sinks:
     ) -> None:
         check_track(track)
         self._say = say
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, _Sink] = {}
         for name in dict.fromkeys(track):
             self._try(name, lambda name=name: self._open(name, folder, run_id, config, resume_step))  # type: ignore[misc]
 

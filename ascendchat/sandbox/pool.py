@@ -34,8 +34,8 @@ ATTEMPTS = 2
 START_TIMEOUT = 120.0  # seconds until a process must have begun
 GRACE = 3.0  # seconds in which a call must end after it was cancelled
 LOOK_EVERY = 0.25  # seconds between two looks at the memory and the children of the processes
-MOST_PROCESSES = 256  # that a process may have started
-MOST_MEMORY = max(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)  # bytes, children included
+MAX_PROCESSES = 256  # that a process may have started
+MAX_MEMORY = max(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)  # bytes, children included
 
 
 class Failure(Exception):
@@ -46,7 +46,7 @@ CLOSED = Failure("the pool was closed")
 
 
 @dataclass(eq=False)
-class Call:
+class _Call:
     """One call on its way."""
 
     args: tuple[Any, ...]
@@ -65,12 +65,12 @@ class Call:
 class Questions:
     """What a call has asked at once; the answers go to Pool.answer, all together."""
 
-    process: Process
+    process: _Process
     number: int  # of the call
     asked: Sequence[tuple[int, tuple[Any, ...]]]  # (which, question)
 
 
-class Process:
+class _Process:
     """One process and its calls. What goes to it is sent by a thread: a process that hangs does not read."""
 
     def __init__(self, runner: Runner) -> None:
@@ -80,7 +80,7 @@ class Process:
         self.process = context.Process(target=work, args=(theirs, self.shared, runner), daemon=True)
         self.process.start()
         theirs.close()
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, _Call] = {}
         self.numbers = 0
         self.out: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._send, daemon=True).start()
@@ -90,7 +90,7 @@ class Process:
             while (message := self.out.get()) is not None:
                 self.connection.send(message)
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: _Call) -> None:
         self.numbers += 1
         call.number, call.deadline, call.asked, call.cancelled = self.numbers, _now() + START_TIMEOUT, 0, False
         self.calls[call.number] = call
@@ -134,8 +134,8 @@ class Pool:
     def __init__(self, runner: Runner, timeout: float, *, workers: int = WORKERS, room: int = 16) -> None:
         self.runner, self.timeout, self.workers, self.room = runner, timeout, workers, room
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._waiting: deque[Call] = deque()
-        self._processes: list[Process] = []
+        self._waiting: deque[_Call] = deque()
+        self._processes: list[_Process] = []
         self._woken, self._wake = os.pipe()
         self._closed, self._lock = False, threading.Lock()
         self._looked = 0.0
@@ -153,7 +153,7 @@ class Pool:
         hear: Callable[..., None] = _nothing,
     ) -> Future[Any]:
         """Begin as soon as there is room. `hear` is called from the pool's thread, and must return at once."""
-        call = Call(args, shared, attempts, self.timeout, hear)
+        call = _Call(args, shared, attempts, self.timeout, hear)
         self._tell("submit", call)
         return call.future
 
@@ -230,18 +230,18 @@ class Pool:
                 return
             process.begin(self._waiting.popleft())
 
-    def _room_for(self, call: Call) -> Process | None:
+    def _room_for(self, call: _Call) -> _Process | None:
         """The least busy process that can take the call, or a new one."""
         least = min(self._processes, key=lambda process: len(process.calls), default=None)
         if least is None or (least.calls and len(self._processes) < self.workers):
-            self._processes.append(Process(self.runner))
+            self._processes.append(_Process(self.runner))
             return self._processes[-1]
         if not least.calls:
             return least
         mixes = [p for p in self._processes if len(p.calls) < self.room and all(c.shared for c in p.calls.values())]
         return min(mixes, key=lambda process: len(process.calls), default=None) if call.shared else None
 
-    def _receive(self, process: Process) -> None:
+    def _receive(self, process: _Process) -> None:
         """One message, or the end of the process."""
         try:
             what, number, *rest = process.connection.recv()
@@ -266,22 +266,22 @@ class Pool:
             del process.calls[number]
             self._failed(call, self._late(call) if call.cancelled else rest[0])
 
-    def _failed(self, call: Call, problem: str) -> None:
+    def _failed(self, call: _Call, problem: str) -> None:
         call.attempts -= 1
         if call.attempts > 0:
             self._again(call)
         else:
             call.future.set_exception(Failure(problem))
 
-    def _again(self, call: Call) -> None:
+    def _again(self, call: _Call) -> None:
         call.deadline = math.inf
         self._waiting.append(call)
         call.hear("again")
 
-    def _late(self, call: Call) -> str:
+    def _late(self, call: _Call) -> str:
         return f"it took longer than {call.timeout:g} s"
 
-    def _lose(self, process: Process, problem: str) -> None:
+    def _lose(self, process: _Process, problem: str) -> None:
         """End a process. The call that it was busy with has failed; all of them, if nobody knows which that was."""
         process.end()
         self._processes.remove(process)
@@ -314,7 +314,7 @@ class Pool:
             processes, memory = used.get(process.process.pid or 0, (0, 0))
             if process.process.exitcode is not None:  # a child of its own may hold the pipe open
                 self._lose(process, "its process died")
-            elif processes > MOST_PROCESSES:
+            elif processes > MAX_PROCESSES:
                 self._lose(process, f"it has started {processes} processes")
-            elif memory > MOST_MEMORY:
-                self._lose(process, f"it took more than {MOST_MEMORY / (1 << 30):.1f} GiB of memory")
+            elif memory > MAX_MEMORY:
+                self._lose(process, f"it took more than {MAX_MEMORY / (1 << 30):.1f} GiB of memory")

@@ -24,12 +24,12 @@ from typing import Any
 
 NOBODY = -1  # no call is running right now
 RUNNING, FORKS = 0, 1  # places in the shared memory: number of the call that runs; forks since it was begun
-MOST_FORKS = 128  # beyond, the process and all its children end: a fork bomb would take the machine
+MAX_FORKS = 128  # beyond, the process and all its children end: a fork bomb would take the machine
 
 Runner = Callable[..., Awaitable[Any]]  # async def runner(link, *args): what a call does
 
 
-class Refused(Exception):
+class _Refused(Exception):
     """The parent could not do what it was asked; the text says why."""
 
 
@@ -60,14 +60,14 @@ def contain(shared: Any) -> None:
 
     def count_fork() -> None:  # the memory is shared with the children, which count on
         shared[FORKS] += 1
-        if shared[FORKS] > MOST_FORKS:
+        if shared[FORKS] > MAX_FORKS:
             os.killpg(0, signal.SIGKILL)
 
     os.register_at_fork(before=count_fork)
     threading.Thread(target=watch, daemon=True).start()
 
 
-class Noted:
+class _Noted:
     """Awaits a coroutine, and notes its number in the shared memory whenever it runs."""
 
     def __init__(self, coroutine: Awaitable[Any], number: int, shared: Any) -> None:
@@ -93,7 +93,7 @@ class Noted:
 class Link:
     """What a call has to do with the parent."""
 
-    def __init__(self, inside: Inside, number: int) -> None:
+    def __init__(self, inside: _Inside, number: int) -> None:
         self.inside, self.number, self.asked = inside, number, 0
         self.batch: list[tuple[int, tuple[Any, ...]]] = []
 
@@ -117,7 +117,7 @@ class Link:
         self.inside.send("ask", self.number, batch)
 
 
-class Inside:
+class _Inside:
     """The calls of this process. Messages to it: (what, number, ...), and from it the same."""
 
     def __init__(self, connection: Connection, shared: Any, runner: Runner) -> None:
@@ -151,7 +151,7 @@ class Inside:
         if asked is None or asked.done():  # who asked was cancelled
             return
         if problem:
-            asked.set_exception(Refused(problem))
+            asked.set_exception(_Refused(problem))
         else:
             asked.set_result(value)
 
@@ -159,7 +159,7 @@ class Inside:
         """One call."""
         self.shared[FORKS] = 0
         try:
-            value = await Noted(self.runner(Link(self, number), *args), number, self.shared)
+            value = await _Noted(self.runner(Link(self, number), *args), number, self.shared)
             self.send("done", number, value)
         except asyncio.CancelledError:
             self.send("failed", number, "it was cancelled")
@@ -182,7 +182,7 @@ def work(connection: Connection, shared: Any, runner: Runner) -> None:
     contain(shared)
 
     async def serve() -> None:
-        await Inside(connection, shared, runner).serve()
+        await _Inside(connection, shared, runner).serve()
 
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve())
@@ -192,7 +192,7 @@ def work(connection: Connection, shared: Any, runner: Runner) -> None:
 # One call of a reward function of the user's, in a process of the pool (rl/rewards.py). Little is imported here: every
 # process of every run begins with it.
 
-MOST_REWARD = 1e6  # beyond, float32 has no room for differences
+MAX_REWARD = 1e6  # beyond, float32 has no room for differences
 
 
 async def run(link: Link, path: str, *args: Any) -> Any:
@@ -218,6 +218,6 @@ def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any
 
 def checked(value: Any) -> float:
     number = float(value)
-    if not abs(number) < MOST_REWARD:
-        raise ValueError(f"a reward must be a number between -{MOST_REWARD:g} and {MOST_REWARD:g}, not {number}")
+    if not abs(number) < MAX_REWARD:
+        raise ValueError(f"a reward must be a number between -{MAX_REWARD:g} and {MAX_REWARD:g}, not {number}")
     return number

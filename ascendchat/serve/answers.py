@@ -98,7 +98,7 @@ def own_fields(part: Part, before: int) -> dict[str, Any]:
     return found
 
 
-class Answers:
+class _Answers:
     """What chat and text completions share."""
 
     object = stream_object = prefix = ""
@@ -223,7 +223,7 @@ class Answers:
         raise NotImplementedError
 
 
-class ChatAnswers(Answers):
+class ChatAnswers(_Answers):
     """Of /v1/chat/completions."""
 
     object, stream_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -268,7 +268,7 @@ class ChatAnswers(Answers):
         return chat_logprobs(self.about.tokenizer, rows)
 
 
-class TextAnswers(Answers):
+class TextAnswers(_Answers):
     """Of /v1/completions."""
 
     object = stream_object = "text_completion"
@@ -296,7 +296,7 @@ class TextAnswers(Answers):
 LEAST = -9999.0  # instead of minus infinity, which JSON does not have
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """One token: its id, log-probability (None: put there by the calculator), the likeliest, and where it begins."""
 
     id: int
@@ -319,16 +319,16 @@ class TokenReport:
         self._text = True  # not inside a call or a result
         self._offset = self._bytes = self._shown = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._waiting: deque[tuple[int, Row]] = deque()  # with the bytes of text before each
+        self._waiting: deque[tuple[int, _Row]] = deque()  # with the bytes of text before each
 
-    def feed(self, part: Part) -> list[Row]:
+    def feed(self, part: Part) -> list[_Row]:
         """The rows that can be shown with this part."""
         for at, token in enumerate(part.ids):
             if token >= len(self.tokens):
                 self._text = token not in self._opens
             if self.everything or (self._text and token < len(self.tokens)):
                 tops = part.tops[at] if part.tops else ()
-                self._waiting.append((self._bytes, Row(token, part.logprobs[at], tops, self._offset)))
+                self._waiting.append((self._bytes, _Row(token, part.logprobs[at], tops, self._offset)))
             if self._text and token < len(self.tokens):
                 self._bytes += len(self.tokens[token])
                 self._offset += len(self._decoder.decode(self.tokens[token]))
@@ -348,7 +348,7 @@ def number(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LEAST
 
 
-def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[Row]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[_Row]) -> dict[str, Any]:
     """The `logprobs` of a chat completion's choice."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[Row]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(tokenizer: Tokenizer, rows: Sequence[Row], as_ids: bool = False) -> dict[str, Any]:
+def text_logprobs(tokenizer: Tokenizer, rows: Sequence[_Row], as_ids: bool = False) -> dict[str, Any]:
     """The `logprobs` of a text completion's choice; half a character is written as bytes:\\xe4."""
 
     def name(token: int) -> str:
@@ -371,7 +371,7 @@ def text_logprobs(tokenizer: Tokenizer, rows: Sequence[Row], as_ids: bool = Fals
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def tops(row: Row) -> dict[str, float] | None:
+    def tops(row: _Row) -> dict[str, float] | None:
         if not row.tops:
             return None
         found = {name(token): number(logprob) for token, logprob in row.tops}

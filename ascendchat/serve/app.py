@@ -269,7 +269,7 @@ EVENTS = [
 ]
 
 
-class Writer(Protocol):
+class _Writer(Protocol):
     """How answers are written (answers.py, responses.py)."""
 
     def opening(self) -> bytes: ...
@@ -281,7 +281,7 @@ class Writer(Protocol):
 class Reply(Response):
     """Sends what the tickets bring."""
 
-    def __init__(self, tickets: Sequence[Ticket], answers: Writer, *, streams: bool) -> None:
+    def __init__(self, tickets: Sequence[Ticket], answers: _Writer, *, streams: bool) -> None:
         super().__init__()
         self.tickets, self.answers, self.streams = tickets, answers, streams
 

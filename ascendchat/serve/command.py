@@ -89,7 +89,7 @@ def settings(guard: Guard, config: ServeConfig) -> uvicorn.Config:
 async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: AccessLog) -> int:
     """Start the workers, answer, and end in order: no new requests, answers finish, workers go. A second signal ends
     at once."""
-    pool, signals = Pool(config), Signals()
+    pool, signals = Pool(config), _Signals()
     reader: Reader | None = None
     try:
         starting = asyncio.ensure_future(pool.start())
@@ -102,7 +102,7 @@ async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: A
         reader = Reader(config, folder)
         app = application(Service(config, pool, open_tokenizer(folder), reader))
         app.include_router(metrics.routes(pool))
-        server = Server(settings(Guard(app, config, keys, log), config))
+        server = _Server(settings(Guard(app, config, keys, log), config))
         host, port = listener.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
@@ -129,7 +129,7 @@ async def one_of(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-class Signals:
+class _Signals:
     """SIGINT and SIGTERM, as two events."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Signals:
         return 128 + self.second.result() if self.second.done() else 0
 
 
-class Server(uvicorn.Server):
+class _Server(uvicorn.Server):
     """uvicorn's, without its own signal handlers: ours let answers finish first."""
 
     @contextlib.contextmanager

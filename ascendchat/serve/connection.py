@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ascendchat.serve import counters
 
-MOST_HEADER_BYTES = 32768
+MAX_HEADER_BYTES = 32768
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 CHUNK_OVERHEAD = 8  # bytes on the wire for each byte of a body: enough for chunks of one byte
 SECURITY_HEADERS = {
@@ -42,7 +42,7 @@ def error_body(status: int, message: str, code: str | None) -> bytes:
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
 
 
-class Unfit(Exception):
+class _Unfit(Exception):
     """Raised while a request is parsed: it is answered with `status` and the connection closed."""
 
 
@@ -148,20 +148,20 @@ class Connection(HttpToolsProtocol):
             data = without_upgrade(data)
         super().data_received(data)
         # Everything but the body counts: endless headers, trailers and chunk extensions.
-        if self.begun and self.received > MOST_HEADER_BYTES + CHUNK_OVERHEAD * self.body_bytes:
-            self.refuse(431, f"the headers are longer than {MOST_HEADER_BYTES} bytes")
+        if self.begun and self.received > MAX_HEADER_BYTES + CHUNK_OVERHEAD * self.body_bytes:
+            self.refuse(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes")
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            raise Unfit("a second request before the first is answered")  # no client of today does this
+            raise _Unfit("a second request before the first is answered")  # no client of today does this
         super().on_message_begin()
         self.begun, self.received, self.body_bytes = True, 0, 0
         self.expect_request()
 
     def on_headers_complete(self) -> None:
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MOST_HEADER_BYTES:
-            self.unfit = 431, f"the headers are longer than {MOST_HEADER_BYTES} bytes"
-            raise Unfit
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self.unfit = 431, f"the headers are longer than {MAX_HEADER_BYTES} bytes"
+            raise _Unfit
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

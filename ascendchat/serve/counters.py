@@ -16,7 +16,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300
 GAPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
-class Histogram:
+class _Histogram:
     """How often a value fell between two bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -35,17 +35,17 @@ class Histogram:
         return buckets
 
 
-class Numbers:
+class _Numbers:
     """All of one server."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()  # (route, status)
-        self.request_seconds: dict[str, Histogram] = defaultdict(lambda: Histogram(SECONDS))  # by route
-        self.first_token, self.gap = Histogram(SECONDS), Histogram(GAPS)
+        self.request_seconds: dict[str, _Histogram] = defaultdict(lambda: _Histogram(SECONDS))  # by route
+        self.first_token, self.gap = _Histogram(SECONDS), _Histogram(GAPS)
         self.prompt = self.generated = self.cached = 0  # tokens
 
 
-NUMBERS = Numbers()
+NUMBERS = _Numbers()
 
 
 @dataclass

@@ -48,7 +48,7 @@ CLIENTS = 10_000  # whose rate is remembered
 GONE = 499  # written into the log when the client went before it was answered
 
 
-class Refusal(Exception):
+class _Refusal(Exception):
     """Answered at once, in OpenAI's form."""
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
@@ -56,7 +56,7 @@ class Refusal(Exception):
         self.status, self.code, self.headers = status, code, headers
 
 
-class Gone(Exception):
+class _Gone(Exception):
     """The client closed the connection before its request was whole."""
 
 
@@ -92,7 +92,7 @@ class AccessLog:
             self.file.flush()
 
 
-class Exchange:
+class _Exchange:
     """One request and what was answered."""
 
     def __init__(self, scope: MutableMapping[str, Any], send: Send) -> None:
@@ -113,7 +113,7 @@ class Exchange:
         """ "" when it is missing. One that is there twice means different things to different servers: 400."""
         values = self.headers.get(name, [""])
         if len(values) > 1:
-            raise Refusal(400, f"the header {name} stands there more than once")
+            raise _Refusal(400, f"the header {name} stands there more than once")
         return values[0].strip()
 
     async def send(self, message: Message) -> None:
@@ -142,7 +142,7 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": status, "headers": encoded})
         await self.send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
-    async def refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, refusal: _Refusal) -> None:
         body = error_body(refusal.status, str(refusal), refusal.code)
         await self.answer(refusal.status, body, **refusal.headers)
 
@@ -152,13 +152,13 @@ class Guard:
 
     def __init__(self, app: Application, config: ServeConfig, keys: Keys, log: AccessLog) -> None:
         self.app, self.config, self.keys, self.log = app, config, keys, log
-        self.hosts, self.origins = Hosts(config), set(config.cors_origin)
+        self.hosts, self.origins = _Hosts(config), set(config.cors_origin)
         self.rates = Rates(config.rate_limit) if config.rate_limit else None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, send)
+        exchange = _Exchange(scope, send)
         tally = counters.Tally(text=[] if self.config.log_messages else None)
         counters.TALLY.set(tally)
         try:
@@ -166,7 +166,7 @@ class Guard:
         finally:
             self.note(exchange, tally)
 
-    async def pass_on(self, exchange: Exchange, receive: Receive) -> None:
+    async def pass_on(self, exchange: _Exchange, receive: Receive) -> None:
         """Checks, then the application; whatever goes wrong has an answer."""
         try:
             if not await self.admit(exchange):
@@ -179,23 +179,23 @@ class Guard:
                 await self.app(exchange.scope, replay(exchange.body, receive), exchange.send)
             if exchange.fault:
                 raise RuntimeError("the application answered with a fault of its own")
-        except Refusal as refusal:
+        except _Refusal as refusal:
             await exchange.refuse(refusal)
-        except Gone:
+        except _Gone:
             exchange.status = GONE
         except RecursionError:
-            await exchange.refuse(Refusal(400, "the request is nested too deeply"))
+            await exchange.refuse(_Refusal(400, "the request is nested too deeply"))
         except Exception:
             logging.getLogger(__name__).exception("request %s: %s %r", exchange.id, exchange.method, exchange.path)
-            await exchange.refuse(Refusal(503, f"the server failed to answer; its log has more under {exchange.id}"))
+            await exchange.refuse(_Refusal(503, f"the server failed to answer; its log has more under {exchange.id}"))
 
-    async def admit(self, exchange: Exchange) -> bool:
+    async def admit(self, exchange: _Exchange) -> bool:
         """Whether the application shall answer; a preflight is answered here."""
         host, origin = exchange.header("host"), exchange.header("origin")
         if not host:
-            raise Refusal(400, "the header Host is missing")
+            raise _Refusal(400, "the header Host is missing")
         if not self.hosts.allows(host):
-            raise Refusal(
+            raise _Refusal(
                 421,
                 f"this server is not known as {host[:80]}; it can be started with --allowed-host",
                 "host_not_allowed",
@@ -207,13 +207,13 @@ class Guard:
                 await self.preflight(exchange)
                 return False
         elif origin and exchange.method not in READING and origin.lower().partition("://")[2] != host.lower():
-            raise Refusal(403, "pages of other origins may not use this server (--cors-origin)", "origin_not_allowed")
+            raise _Refusal(403, "pages of other origins may not use this server (--cors-origin)", "origin_not_allowed")
         if not OPEN.fullmatch(exchange.path):
             self.check_key(exchange)
         exchange.scope[OWNER] = exchange.key
         return True
 
-    async def preflight(self, exchange: Exchange) -> None:
+    async def preflight(self, exchange: _Exchange) -> None:
         """Keys are in a header, not in cookies, so any header may be asked for."""
         wanted = exchange.header("access-control-request-headers")
         await exchange.answer(
@@ -223,41 +223,41 @@ class Guard:
             access_control_max_age="600",
         )
 
-    def check_key(self, exchange: Exchange) -> None:
+    def check_key(self, exchange: _Exchange) -> None:
         if self.keys:
             exchange.key = self.keys.owner(exchange.header("authorization").encode("latin-1"))
         if self.rates:
             wait = self.rates.take(exchange.key or network(exchange.scope), time.monotonic())
             if wait:
                 seconds = str(math.ceil(wait))
-                raise Refusal(
+                raise _Refusal(
                     429, f"too many requests; try again in {seconds} s", "rate_limit_exceeded", retry_after=seconds
                 )
         if self.keys and not exchange.key:
             message = "this server needs an API key: send the header Authorization: Bearer KEY"
             if exchange.header("authorization"):
                 message = "this API key is not valid"
-            raise Refusal(401, message, "invalid_api_key", www_authenticate="Bearer")
+            raise _Refusal(401, message, "invalid_api_key", www_authenticate="Bearer")
 
-    async def read(self, exchange: Exchange, receive: Receive) -> bytes:
+    async def read(self, exchange: _Exchange, receive: Receive) -> bytes:
         """The body, up to the limit."""
         most = self.config.max_body
         announced = exchange.header("content-length")
         if announced.isdecimal() and (len(announced) > 15 or int(announced) > most):
-            raise Refusal(413, f"the request is larger than {most} bytes", "request_too_large")
+            raise _Refusal(413, f"the request is larger than {most} bytes", "request_too_large")
         parts, size = [], 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise Gone
+                raise _Gone
             size += len(message.get("body", b""))
             if size > most:
-                raise Refusal(413, f"the request is larger than {most} bytes", "request_too_large")
+                raise _Refusal(413, f"the request is larger than {most} bytes", "request_too_large")
             parts.append(message.get("body", b""))
             if not message.get("more_body"):
                 return b"".join(parts)
 
-    def note(self, exchange: Exchange, tally: counters.Tally) -> None:
+    def note(self, exchange: _Exchange, tally: counters.Tally) -> None:
         """Count it and write it down."""
         status, seconds = exchange.status or GONE, time.monotonic() - exchange.began
         counters.request(str(getattr(exchange.scope.get("route"), "path", "other")), status, seconds)
@@ -397,7 +397,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" if address is None else address.is_loopback
 
 
-class Hosts:
+class _Hosts:
     """Names and addresses by which this server may be addressed.
 
     A web page of a stranger can let its own name resolve to 127.0.0.1 (DNS rebinding); its requests then come with

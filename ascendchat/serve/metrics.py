@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ascendchat.serve.pool import Pool
 
 
-class Families:
+class _Families:
     """The collector: NUMBERS and the state of the pool, read when asked."""
 
     def __init__(self, pool: Pool) -> None:
@@ -67,7 +67,7 @@ def routes(pool: Pool) -> APIRouter:
     """GET /metrics, and GET /health for load balancers and orchestrators."""
     router = APIRouter()
     registry = CollectorRegistry()
-    registry.register(Families(pool))  # type: ignore[arg-type]
+    registry.register(_Families(pool))  # type: ignore[arg-type]
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:

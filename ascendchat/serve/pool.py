@@ -173,10 +173,10 @@ __all__ = ["Failure", "Overloaded", "Pool", "Process", "Ticket", "joined"]
 
 DIED = -1  # as the version in what a worker says last
 HANDING_OVER = 30.0  # seconds in which a worker must say what it has written of an answer whose time is over
-MOST_ATTEMPTS = 3  # workers that may die over one request before it is given up, or be killed before they are ready
+MAX_ATTEMPTS = 3  # workers that may die over one request before it is given up, or be killed before they are ready
 
 
-class Clock:
+class _Clock:
     """Seconds in which requests can be answered: it stands still while the pool is held."""
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class Pool:
         self.loading = False  # weights are being replaced
         self.last: Load | None = None  # the weights loaded last, for a worker that starts anew
         self.facts: dict[str, Any] = {}  # of them: stage, step, chats, as far as they are known
-        self._clock = Clock()  # of the time limits
+        self._clock = _Clock()  # of the time limits
         self._idle = asyncio.Event()
         self._load = asyncio.Lock()
         self._spare: Child | None = None
@@ -435,7 +435,7 @@ class Pool:
                 future.set_result(Done(number, DIED, problem=f"worker {process.index} has died and is started again"))
         process.changes.clear()
         for ticket in reversed(tickets):
-            again = ticket.attempts < MOST_ATTEMPTS and not self.closing and not ticket.stopped
+            again = ticket.attempts < MAX_ATTEMPTS and not self.closing and not ticket.stopped
             if again and ticket.restart():
                 self.waiting.appendleft(ticket)
                 self._limit(ticket, self.config.queue_timeout)
@@ -445,7 +445,7 @@ class Pool:
         if self.closing:
             self.feed()  # close() need not wait any longer if these were the last
             return False
-        if not self.started.done() and not (process.killed and process.early_deaths < MOST_ATTEMPTS):
+        if not self.started.done() and not (process.killed and process.early_deaths < MAX_ATTEMPTS):
             text = f"worker {process.index} ended while it opened the model ({how}); its error stands above"
             self.started.set_exception(UserError(text))
             return False
@@ -540,7 +540,7 @@ class Pool:
 # async for part in ticket: ...                          # messages.Part, the last with a finish reason; or Failure
 # ticket.cancel()                                        # the client has gone
 
-MOST_PARTS = 64  # that lie unread before they are put together, as for a client that does not read
+MAX_PARTS = 64  # that lie unread before they are put together, as for a client that does not read
 
 
 class Overloaded(Exception):
@@ -615,7 +615,7 @@ class Ticket:
             return
         if isinstance(part, Part):
             self.meter.part(part)
-        if len(self._parts) >= MOST_PARTS:
+        if len(self._parts) >= MAX_PARTS:
             self._parts = deque([joined(self._parts)])  # type: ignore[arg-type]  # a failure would have closed it
         self._parts.append(part)
         if isinstance(part, Failure) or part.finish_reason:

@@ -18,7 +18,7 @@ from typing import Any
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.chat import template
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.engine.grammar import MOST_CHARACTERS, too_long, unusable
+from ascendchat.engine.grammar import MAX_CHARACTERS, too_long, unusable
 from ascendchat.engine.request import Grammar, Request, Sampling
 from ascendchat.serve.errors import Problem, cut
 from ascendchat.serve.protocol import (
@@ -104,7 +104,7 @@ def chat_prompts(model: Model, body: ChatRequest) -> Asked:
         raise Problem(400, "tools: calls of this model's kind are not read here; leave them out", param="tools")
     if tools is not None:
         grammar = tools.grammar(model.tokenizer, grammar)
-    if grammar is not None and len(grammar.text) > MOST_CHARACTERS:
+    if grammar is not None and len(grammar.text) > MAX_CHARACTERS:
         raise bad_grammar(asked_by(tools is not None), unusable(grammar, too_long(grammar)))
     prompt = rendered(model, body.messages, tools, body.chat_template_kwargs)
     check_room(model, prompt, "messages")

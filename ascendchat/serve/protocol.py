@@ -14,20 +14,20 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-MOST_CHOICES = 128  # `n`
-MOST_PROMPTS = 2048  # of one request to /v1/completions
-MOST_TOOLS = 128
-MOST_CALLS = 1024  # of one message
-MOST_TOPS = 20
-MOST_BIASES = 1024  # tokens in logit_bias
-MOST_METADATA = 16
-MOST_LABEL = 512  # characters of what is only a label: names of users and the like
-MOST_STOP = 4096  # characters
+MAX_CHOICES = 128  # `n`
+MAX_PROMPTS = 2048  # of one request to /v1/completions
+MAX_TOOLS = 128
+MAX_CALLS = 1024  # of one message
+MAX_TOPS = 20
+MAX_BIASES = 1024  # tokens in logit_bias
+MAX_METADATA = 16
+MAX_LABEL = 512  # characters of what is only a label: names of users and the like
+MAX_STOP = 4096  # characters
 
 Text = Annotated[str, StringConstraints(min_length=1)]
-Label = Annotated[str, StringConstraints(max_length=MOST_LABEL)]
-Salt = Annotated[str, StringConstraints(min_length=1, max_length=MOST_LABEL)]
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=MOST_STOP)]
+Label = Annotated[str, StringConstraints(max_length=MAX_LABEL)]
+Salt = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LABEL)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Item = TypeVar("Item")
@@ -45,7 +45,7 @@ def at_most(entries: int, name: str) -> BeforeValidator:
     return BeforeValidator(count)
 
 
-Metadata = Annotated[dict[str, Label], at_most(MOST_METADATA, "metadata")]
+Metadata = Annotated[dict[str, Label], at_most(MAX_METADATA, "metadata")]
 
 
 class Model(BaseModel):
@@ -67,7 +67,7 @@ class Model(BaseModel):
 # ---- messages ----------------------------------------------------------------------------------
 
 
-class TextPart(Model):
+class _TextPart(Model):
     """Some text of a message."""
 
     type: Literal["text"]
@@ -81,18 +81,18 @@ class RefusalPart(Model):
     refusal: str
 
 
-class CalculatorPart(Model):
+class _CalculatorPart(Model):
     """A call of the built-in calculator, or its result: how an answer of this server can be sent back whole."""
 
     type: Literal["tool", "output"]
     text: str
 
 
-AssistantPart = Annotated[TextPart | RefusalPart | CalculatorPart, Field(discriminator="type")]
-Parts = Annotated[list[Annotated[TextPart, Field()]], Field(min_length=1, fail_fast=True)]
+AssistantPart = Annotated[_TextPart | RefusalPart | _CalculatorPart, Field(discriminator="type")]
+Parts = Annotated[list[Annotated[_TextPart, Field()]], Field(min_length=1, fail_fast=True)]
 
 
-class CalledFunction(Model):
+class _CalledFunction(Model):
     """Name and arguments; the arguments are JSON in a string."""
 
     name: ToolName
@@ -104,11 +104,11 @@ class ToolCall(Model):
 
     id: Text
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: _CalledFunction
     index: int | None = None
 
 
-class SystemMessage(Model):
+class _SystemMessage(Model):
     """Who the assistant is; the newer role `developer` is the same."""
 
     role: Literal["system", "developer"]
@@ -116,7 +116,7 @@ class SystemMessage(Model):
     name: str | None = None
 
 
-class UserMessage(Model):
+class _UserMessage(Model):
     """What a person says."""
 
     role: Literal["user"]
@@ -131,7 +131,7 @@ class AssistantMessage(Model):
     content: str | Listed[AssistantPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     annotations: list[Any] | None = None
     ascendchat: dict[str, Any] | None = None
     audio: None = None
@@ -147,7 +147,7 @@ class ToolMessage(Model):
     name: str | None = None
 
 
-Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Message = Annotated[_SystemMessage | _UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 # ---- tools and formats -------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Tool(Model):
     function: Function
 
 
-class ChosenFunction(Model):
+class _ChosenFunction(Model):
     """The tool that must be called."""
 
     name: ToolName
@@ -179,7 +179,7 @@ class ChosenTool(Model):
     """A call of this tool."""
 
     type: Literal["function"]
-    function: ChosenFunction
+    function: _ChosenFunction
 
 
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool
@@ -191,13 +191,13 @@ class TextFormat(Model):
     type: Literal["text"]
 
 
-class JsonObjectFormat(Model):
+class _JsonObjectFormat(Model):
     """Some JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchema(Model):
+class _JsonSchema(Model):
     """A schema with its name; the answer fits it whether `strict` or not."""
 
     name: ToolName
@@ -206,17 +206,17 @@ class JsonSchema(Model):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Model):
+class _JsonSchemaFormat(Model):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
-    json_schema: JsonSchema
+    json_schema: _JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[TextFormat | _JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")]
 
 
-class StreamOptions(Model):
+class _StreamOptions(Model):
     """`include_usage`: a last chunk counts the tokens."""
 
     include_usage: bool | None = None
@@ -231,8 +231,8 @@ class SamplingFields(Model):
 
     model: str | None = Field(None, description="the served model; there is one")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stream_options: _StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -243,7 +243,7 @@ class SamplingFields(Model):
     logit_bias: (
         Annotated[
             dict[Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-            at_most(MOST_BIASES, "logit_bias"),
+            at_most(MAX_BIASES, "logit_bias"),
         ]
         | None
     ) = None
@@ -278,9 +278,9 @@ class ChatRequest(SamplingFields):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     # harmless
@@ -316,9 +316,9 @@ class ChatRequest(SamplingFields):
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # the first error is enough of a long list
 Prompts = (
     str
-    | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     | Ids
-    | Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 )
 
 
@@ -326,7 +326,7 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions; a text gets what its tokenizer puts before texts, token ids are taken as they are."""
 
     prompt: Prompts
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOPS)] | None = None
     processed_logprobs: Annotated[bool, Field(description="ours: after temperature, top-k and the like")] = False
     add_special_tokens: bool = True
     return_tokens_as_token_ids: Annotated[bool, Field(description="log-probabilities name tokens token_id:7")] = False
@@ -344,7 +344,7 @@ class TokenizeRequest(Model):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateOptions | None = None

@@ -24,7 +24,7 @@ from ascendchat.serve.prompts import Model
 from ascendchat.serve.reading import Begin, Job, Piece
 
 SECONDS = 10.0  # of processor time for one request
-MOST_WAITING = 64 << 20  # bytes of requests
+MAX_WAITING = 64 << 20  # bytes of requests
 
 
 class Reader:
@@ -39,7 +39,7 @@ class Reader:
 
     async def read(self, path: str, content: bytes, model: Model) -> Any:
         """What reading.read gives, or its Problem."""
-        if sum(size for size, *_ in self.waiting) + len(content) > MOST_WAITING:
+        if sum(size for size, *_ in self.waiting) + len(content) > MAX_WAITING:
             raise Problem.busy("too many large requests wait to be read; try again later", 1)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         job = Job(path, content, model.name, model.chats)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from ascendchat.data.tokenizer.storage import OWN
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.engine.grammar import MOST_CHARACTERS
+from ascendchat.engine.grammar import MAX_CHARACTERS
 from ascendchat.serve.errors import Problem, explained
 from ascendchat.serve.prompts import Asked, Model, chat_prompts, completion_prompts, rendered
 from ascendchat.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -114,8 +114,8 @@ def read_text(content: bytes, model: Model) -> Asked:
 def read_response(content: bytes, model: Model) -> AskedResponse:
     """POST /v1/responses"""
     body = parsed(ResponsesRequest, content, model)
-    if body.tools and len(json.dumps([tool.parameters for tool in body.tools])) > MOST_CHARACTERS:
-        raise Problem(400, f"tools: at most {MOST_CHARACTERS} characters are read", param="tools")
+    if body.tools and len(json.dumps([tool.parameters for tool in body.tools])) > MAX_CHARACTERS:
+        raise Problem(400, f"tools: at most {MAX_CHARACTERS} characters are read", param="tools")
     return AskedResponse(chat_prompts(model, chat_request(body)), body.model_copy(update={"input": ""}))
 
 

@@ -24,7 +24,7 @@ from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import joined
 from ascendchat.serve.prompts import Asked
 from ascendchat.serve.protocol import (
-    MOST_TOOLS,
+    MAX_TOOLS,
     ChatRequest,
     Label,
     Listed,
@@ -38,7 +38,7 @@ from ascendchat.serve.protocol import (
 from ascendchat.serve.tools import CallDelta
 
 
-class InputText(Model):
+class _InputText(Model):
     """Some text of a message, a client's or an earlier answer's."""
 
     type: Literal["input_text", "output_text"]
@@ -47,17 +47,17 @@ class InputText(Model):
     logprobs: list[Any] | None = None
 
 
-class InputMessage(Model):
+class _InputMessage(Model):
     """A message; an earlier answer may be sent back as it came."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Listed[InputText]
+    content: str | Listed[_InputText]
     id: str | None = None
     status: str | None = None
 
 
-class InputCall(Model):
+class _InputCall(Model):
     """An earlier call of a tool."""
 
     type: Literal["function_call"]
@@ -68,7 +68,7 @@ class InputCall(Model):
     status: str | None = None
 
 
-class InputCallOutput(Model):
+class _InputCallOutput(Model):
     """Its result."""
 
     type: Literal["function_call_output"]
@@ -84,11 +84,11 @@ def with_type(item: Any) -> Any:
 
 
 InputItem = Annotated[
-    InputMessage | InputCall | InputCallOutput, Field(discriminator="type"), BeforeValidator(with_type)
+    _InputMessage | _InputCall | _InputCallOutput, Field(discriminator="type"), BeforeValidator(with_type)
 ]
 
 
-class FunctionTool(Model):
+class _FunctionTool(Model):
     """A function that the client runs."""
 
     type: Literal["function"]
@@ -98,20 +98,20 @@ class FunctionTool(Model):
     strict: bool | None = None
 
 
-class ChosenFunctionTool(Model):
+class _ChosenFunctionTool(Model):
     """The tool that must be called."""
 
     type: Literal["function"]
     name: ToolName
 
 
-class JsonObject(Model):
+class _JsonObject(Model):
     """Some JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchemaText(Model):
+class _JsonSchemaText(Model):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
@@ -121,10 +121,10 @@ class JsonSchemaText(Model):
     strict: bool | None = None
 
 
-class TextOptions(Model):
+class _TextOptions(Model):
     """The form of the text."""
 
-    format: Annotated[TextFormat | JsonObject | JsonSchemaText, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | _JsonObject | _JsonSchemaText, Field(discriminator="type")] | None = None
     verbosity: None = None
 
 
@@ -138,9 +138,9 @@ class ResponsesRequest(Model):
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
+    text: _TextOptions | None = None
+    tools: Annotated[list[_FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ChosenFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     cache_salt: Salt | None = None
     # harmless
@@ -177,7 +177,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         "tool_choice": body.tool_choice,
         "cache_salt": body.cache_salt,
     }
-    if isinstance(body.tool_choice, ChosenFunctionTool):
+    if isinstance(body.tool_choice, _ChosenFunctionTool):
         fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
     if body.tools:
         fields["tools"] = [
@@ -193,7 +193,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
 def format_of(body: ResponsesRequest) -> dict[str, Any] | None:
     """`text.format` as `response_format`."""
     form = body.text.format if body.text else None
-    if not isinstance(form, JsonSchemaText):
+    if not isinstance(form, _JsonSchemaText):
         return None if form is None else {"type": form.type}
     schema = {"name": form.name, "schema": form.schema_, "strict": form.strict}
     return {"type": "json_schema", "json_schema": schema}
@@ -207,10 +207,10 @@ def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for item in body.input:
-        if isinstance(item, InputMessage):
+        if isinstance(item, _InputMessage):
             content = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
             messages.append({"role": item.role, "content": content})
-        elif isinstance(item, InputCallOutput):
+        elif isinstance(item, _InputCallOutput):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
         else:
             function = {"name": item.name, "arguments": item.arguments}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ascendchat.data.tokenizer.tokenizer import Tokenizer
     from ascendchat.engine.request import Grammar
 
-MOST_CHECKS = 64  # at the same time, each in a thread that waits
+MAX_CHECKS = 64  # at the same time, each in a thread that waits
 
 
 class Schemas:
@@ -30,7 +30,7 @@ class Schemas:
 
     async def check(self, grammar: Grammar, owner: str) -> None:
         """As Grammars.check."""
-        if self.under_way >= MOST_CHECKS:
+        if self.under_way >= MAX_CHECKS:
             raise Overloaded(1, "too many schemas wait to be checked; try again later")
         loop = asyncio.get_running_loop()
         checked: asyncio.Future[None] = loop.create_future()

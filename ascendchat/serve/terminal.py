@@ -44,13 +44,13 @@ BASE_NOTICE = "this is a base model: it has not learned to chat, so it continues
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-class Interrupt:
+class _Interrupt:
     """While an answer is under way Ctrl-C ends it and raises nothing: no step of the engine is cut in the middle."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.end = end
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> _Interrupt:
         self.wanted = False
         self._before = signal.signal(signal.SIGINT, self._note)
         return self
@@ -96,7 +96,7 @@ class Chat:
         stream = self.generator.stream(self.request(text))
         self.turn += 1
         kind, shown = "text", ""
-        with contextlib.closing(stream), Interrupt(stream.close) as interrupt:
+        with contextlib.closing(stream), _Interrupt(stream.close) as interrupt:
             for piece in stream:
                 self._mark(kind, piece.kind)
                 kind = piece.kind

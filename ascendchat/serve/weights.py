@@ -37,7 +37,7 @@ HEADER = 1 << 24
 
 def routes(service: Service) -> APIRouter:
     """The routes; only with --weight-updates."""
-    router, pool, store = APIRouter(), service.pool, Store()
+    router, pool, store = APIRouter(), service.pool, _Store()
 
     @router.post("/pause")
     async def pause(mode: str = "abort") -> JSONResponse:
@@ -103,7 +103,7 @@ def refusal(reason: str) -> JSONResponse:
     return JSONResponse({"error": error}, 400)
 
 
-async def receive(request: Request, pool: Pool, store: Store) -> tuple[Path, int]:
+async def receive(request: Request, pool: Pool, store: _Store) -> tuple[Path, int]:
     """Files of our own with the weights of a request, and their version."""
     if request.headers.get("content-type", "").partition(";")[0].strip() == "application/octet-stream":
         version = version_of(request.query_params.get("version"))
@@ -132,7 +132,7 @@ def version_of(value: Any) -> int:
     return number
 
 
-class Store:
+class _Store:
     """A private folder with the weights in use; it goes with the server. What a server that was killed has left is
     removed by the next one."""
 

@@ -130,7 +130,7 @@ def same_model(saved: dict[str, Any] | None, own: dict[str, Any]) -> bool:
 
 
 @dataclass
-class Answer:
+class _Answer:
     """One request under way, and how much of it the front has."""
 
     job: Job
@@ -140,7 +140,7 @@ class Answer:
 
 
 @dataclass
-class Waiting:
+class _Waiting:
     """A request that has no slot yet."""
 
     ask: Ask
@@ -153,10 +153,10 @@ class Worker:
     def __init__(self, link: Link, engine: Engine) -> None:
         self.link, self.engine = link, engine
         self.slots = len(engine.running)
-        self.waiting: deque[Waiting] = deque()
-        self.compiling: dict[int, Waiting] = {}  # whose grammars are being compiled, each in a thread
+        self.waiting: deque[_Waiting] = deque()
+        self.compiling: dict[int, _Waiting] = {}  # whose grammars are being compiled, each in a thread
         self.compiled, self._tell = os.pipe()  # has a byte for each that is done
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, _Answer] = {}
         self.held = False  # nothing new enters
         self.frozen = False  # and what is under way stands still
         self.pausing: int | None = None  # number of the Pause that waits for the answers under way
@@ -188,7 +188,7 @@ class Worker:
             if self.link in ready:
                 self.take(self.link.receive())
 
-    def compile(self, waiting: Waiting) -> None:
+    def compile(self, waiting: _Waiting) -> None:
         """A thread: a large grammar takes as long as hundreds of steps, and the compiler needs no lock of Python's."""
         request = waiting.ask.request
         grammar = request.sampling.grammar
@@ -208,7 +208,7 @@ class Worker:
             try:
                 if isinstance(matcher, str):
                     raise ValueError(matcher)
-                self.answers[ask.key] = Answer(self.engine.add(ask.request, matcher), ask.streams)
+                self.answers[ask.key] = _Answer(self.engine.add(ask.request, matcher), ask.streams)
             except ValueError as error:
                 self.link.send([Refused(ask.key, str(error))])
 
@@ -216,10 +216,10 @@ class Worker:
 
     def take(self, message: Any) -> None:
         if isinstance(message, Ask) and message.request.sampling.grammar is not None:
-            self.compiling[message.key] = waiting = Waiting(message)
+            self.compiling[message.key] = waiting = _Waiting(message)
             threading.Thread(target=self.compile, args=(waiting,), daemon=True).start()
         elif isinstance(message, Ask):
-            self.waiting.append(Waiting(message))
+            self.waiting.append(_Waiting(message))
         elif isinstance(message, Cancel):
             self.cancel(message.key)
         elif isinstance(message, Change):
@@ -326,7 +326,7 @@ class Worker:
             self.sent_at = clock
 
 
-def news(key: int, answer: Answer) -> Begun | Part | None:
+def news(key: int, answer: _Answer) -> Begun | Part | None:
     """What the front does not have yet."""
     job, whole = answer.job, answer.job.completion
     if not job.done and not answer.streams:

@@ -151,7 +151,7 @@ def slowest(devices: int) -> float:
 
 
 @dataclass(frozen=True)
-class Duration:
+class _Duration:
     """How long a run takes, and what it costs."""
 
     mfu: float  # share of the peak that was assumed
@@ -175,7 +175,7 @@ def duration(
     recompute: float = 0.0,
     fabric: Fabric | None = None,
     in_one_node: int | None = None,
-) -> Duration:
+) -> _Duration:
     """Seconds from FLOPs and the share of the peak. `recompute` is the share of FLOPs done twice by checkpointing.
 
     `exchanged` is the bytes of the gradients, which are reduce-scattered, and of the weights, which are gathered, once
@@ -192,4 +192,4 @@ def duration(
     step = max(compute, in_node) + communication - in_node + waiting
     hours = steps * step / 3600
     cost = None if price is None else hours * total.devices * price
-    return Duration(share, total.total / step, step, communication, waiting, hours, hours * total.devices, cost)
+    return _Duration(share, total.total / step, step, communication, waiting, hours, hours * total.devices, cost)

@@ -24,7 +24,7 @@ PACKED_BYTES = 1 / 2 + 1 / 64 + FP32 / (64 * 256)
 
 
 @dataclass(frozen=True)
-class Family:
+class _Family:
     """What a model type does that its config.json does not say."""
 
     qkv_bias: bool = False
@@ -33,13 +33,13 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(windows=True),
-    "mixtral": Family(windows=True),
-    "qwen2": Family(qkv_bias=True),
-    "qwen2_moe": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True),
+    "llama": _Family(),
+    "mistral": _Family(windows=True),
+    "mixtral": _Family(windows=True),
+    "qwen2": _Family(qkv_bias=True),
+    "qwen2_moe": _Family(qkv_bias=True),
+    "qwen3": _Family(qk_norm=True),
+    "qwen3_moe": _Family(qk_norm=True),
 }
 
 

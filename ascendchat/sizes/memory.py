@@ -34,7 +34,7 @@ FREE_SHARE = 0.05  # of the device's memory, left to fragmentation
 
 
 @dataclass(frozen=True)
-class Traits:
+class _Traits:
     """What a type of device costs beside the tensors themselves."""
 
     context: int  # runtime and kernels of one process, on top of what the driver holds
@@ -51,10 +51,10 @@ class Traits:
 # together; the fused rotation keeps its input too. cuda: norm and rotation are one kernel (nn/triton_training.py).
 # cuda, cpu: the attention kernel keeps one fp32 log-sum-exp.
 TRAITS = {
-    "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, rotations=3, gradient_buffers=True),
-    "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, rotations=1, compiled=True),
-    "mps": Traits(context=1 * GIB, collectives=0, softmax=4, half=False),
-    "cpu": Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
+    "npu": _Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, rotations=3, gradient_buffers=True),
+    "cuda": _Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, rotations=1, compiled=True),
+    "mps": _Traits(context=1 * GIB, collectives=0, softmax=4, half=False),
+    "cpu": _Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
 }
 
 
@@ -212,7 +212,7 @@ def allocated(parts: dict[str, int]) -> int:
     return sum(size for part, size in parts.items() if part not in UNSEEN)
 
 
-class DecoderSizes(Protocol):
+class _DecoderSizes(Protocol):
     """What decoding needs to know of a model: our own Shape, or one read from a Hugging Face config.json."""
 
     @property
@@ -229,17 +229,17 @@ class DecoderSizes(Protocol):
     def decode_flops_per_token(self, context: int) -> int: ...
 
 
-def kv_bytes(shape: DecoderSizes, chip: Chip, context: int) -> int:
+def kv_bytes(shape: _DecoderSizes, chip: Chip, context: int) -> int:
     """Key-value cache of one sequence of `context` tokens; layers with a window keep only the window."""
     return shape.kv_elements(context) * compute_bytes(chip)
 
 
-def slot_bytes(shape: DecoderSizes, chip: Chip, context: int) -> int:
+def slot_bytes(shape: _DecoderSizes, chip: Chip, context: int) -> int:
     """The same, with what lets other prompts go on behind its tokens."""
     return shape.slot_elements(context) * compute_bytes(chip)
 
 
-def caches(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
+def caches(shape: _DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
     """What `sequences` sequences of `context` tokens need while they are generated, beside the weights."""
     return {
         "kv_cache": (sequences + 1) * slot_bytes(shape, chip, context),  # one slot is where idle rows write
@@ -247,32 +247,32 @@ def caches(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> dic
     }
 
 
-def decoding(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
+def decoding(shape: _DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
     """Bytes by part of a device that only generates: weights in the compute dtype, caches, one step's activations."""
     weights = shape.total_parameters * compute_bytes(chip)
     return {"weights": weights, **caches(shape, chip, sequences, context), **outside(chip)}
 
 
-def most_sequences(shape: DecoderSizes, chip: Chip, context: int, taken: int) -> int:
+def most_sequences(shape: _DecoderSizes, chip: Chip, context: int, taken: int) -> int:
     """Sequences of `context` tokens that fit beside `taken` bytes."""
     slot = slot_bytes(shape, chip, context)
     left = usable(chip) - taken - prefill_work(shape, chip, context) - slot
     return max(0, left // (slot + decode_row(shape, chip)))
 
 
-def decode_rate(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> float:
+def decode_rate(shape: _DecoderSizes, chip: Chip, sequences: int, context: int) -> float:
     """Upper bound of tokens per second: every step reads the weights once and every cache once, and multiplies."""
     read = shape.read_parameters(sequences) * compute_bytes(chip) + sequences * kv_bytes(shape, chip, context)
     return sequences / max(read / chip.bandwidth, sequences * shape.decode_flops_per_token(context) / chip.flops)
 
 
-def decode_row(shape: DecoderSizes, chip: Chip) -> int:
+def decode_row(shape: _DecoderSizes, chip: Chip) -> int:
     """Working set of one sequence in a decoding step: logits (also in fp32) and the widest layer."""
     size = compute_bytes(chip)
     return shape.padded_vocab * (size + FP32) + 2 * (shape.mlp_dim + 4 * shape.dim) * size
 
 
-def prefill_work(shape: DecoderSizes, chip: Chip, context: int) -> int:
+def prefill_work(shape: _DecoderSizes, chip: Chip, context: int) -> int:
     """Working set of reading one prompt of `context` tokens: the widest layer, nothing kept for a backward pass."""
     return context * 2 * (shape.mlp_dim + 4 * shape.dim) * compute_bytes(chip)
 
@@ -284,7 +284,7 @@ def prefill_work(shape: DecoderSizes, chip: Chip, context: int) -> int:
 # teams that are small enough; each team has all matrices, and the teams add up their gradients. No torch here.
 
 Stacks = Mapping[tuple[int, int], int]  # (rows, columns) -> how many matrices
-MOST_PADDING = 1.25  # times the matrices is what a team may exchange,
+MAX_PADDING = 1.25  # times the matrices is what a team may exchange,
 LITTLE = 2**23  # or so many elements more: less than one more exchange is worth.
 NODE = 8  # devices always share, whatever the padding: they have less to keep than each would have alone
 
@@ -310,7 +310,7 @@ def elements(matrices: Stacks, team: int) -> int:
 def team_size(matrices: Stacks, devices: int) -> int:
     """Devices that share the matrices out: the largest divisor of all that pads little, if it is not too small."""
     whole = elements(matrices, 1)
-    most = max(MOST_PADDING * whole, whole + LITTLE)
+    most = max(MAX_PADDING * whole, whole + LITTLE)
     divisors = [team for team in range(devices, 0, -1) if devices % team == 0]
     enough = [team for team in divisors if team >= min(devices, NODE)]
     return next((team for team in enough if elements(matrices, team) <= most), enough[-1])

@@ -46,7 +46,7 @@ QUICK = {"doctor": 0.0, "report": 0.0}  # less than a minute
 
 
 @dataclass(frozen=True)
-class Forecast:
+class _Forecast:
     """What one stage takes; None: not known."""
 
     seconds: float | None = None
@@ -56,7 +56,7 @@ class Forecast:
     about: str = ""
 
 
-class Forecaster:
+class _Forecaster:
     """Goes through the stages of a recipe; a later one may need what an earlier one makes."""
 
     def __init__(self, recipe: Recipe, chip: Chip, sets: str) -> None:
@@ -75,9 +75,9 @@ class Forecaster:
             return from_config(json.loads(path.read_text(encoding="utf-8")), seq_len)
         return from_config(self.recipe.model, seq_len) if self.recipe.model else None
 
-    def stage(self, command: str, settings: Settings) -> Forecast:
+    def stage(self, command: str, settings: Settings) -> _Forecast:
         """One stage."""
-        ways: dict[str, Callable[[Settings], Forecast]] = {
+        ways: dict[str, Callable[[Settings], _Forecast]] = {
             "data fetch": self.fetch,
             "data prepare": self.prepare,
             "base": self.base,
@@ -90,7 +90,7 @@ class Forecaster:
             "serve": self.serve,
         }
         try:
-            return ways[command](settings) if command in ways else Forecast(QUICK.get(command))
+            return ways[command](settings) if command in ways else _Forecast(QUICK.get(command))
         except TooLarge as reason:
             need = bytes_text(sum(reason.parts.values()))
             raise UserError(
@@ -98,7 +98,7 @@ class Forecaster:
                 f"{bytes_text(self.chip.memory)}; use a recipe of your own with a smaller model or more devices"
             ) from None
 
-    def fetch(self, settings: Settings) -> Forecast:
+    def fetch(self, settings: Settings) -> _Forecast:
         """Rough sizes of what is not here yet."""
         size, known, names = 0.0, True, [str(name) for name in settings.get("names") or []]
         for name in names:
@@ -110,15 +110,15 @@ class Forecaster:
             known = known and found.size > 0
             if name.startswith("models/") and isinstance(self.model, HFModel):
                 size, known = size + 2.0 * self.model.total_parameters, True
-        return Forecast(None if size else 0.0, None, size, size if known else None, " ".join(names))
+        return _Forecast(None if size else 0.0, None, size, size if known else None, " ".join(names))
 
-    def prepare(self, settings: Settings) -> Forecast:
+    def prepare(self, settings: Settings) -> _Forecast:
         """Encoded on all cores; two bytes per token."""
         sources = [str(source) for source in settings.get("source") or []]
         tokens = self.text_tokens(sources)
         if tokens is None:
-            return Forecast(disk=None)
-        return Forecast(tokens / ENCODED / (os.cpu_count() or 1), None, 2.0 * tokens)
+            return _Forecast(disk=None)
+        return _Forecast(tokens / ENCODED / (os.cpu_count() or 1), None, 2.0 * tokens)
 
     def text_tokens(self, sources: list[str]) -> float | None:
         """Of fetched sets, by the number of their files, of files that are here, and of what a stage will prepare from
@@ -148,7 +148,7 @@ class Forecaster:
             named["lora_rank"] = settings.get("lora_rank") or 16
         return PlanConfig(**{"devices": self.recipe.devices, "chip": self.chip.name, **named, **more})
 
-    def trained(self, settings: Settings, tokens: float | None, *, averages: bool = False) -> Forecast:
+    def trained(self, settings: Settings, tokens: float | None, *, averages: bool = False) -> _Forecast:
         """A training stage of so many tokens; `averages`: it keeps the mean of the last weights."""
         assert self.model is not None
         config = self.plan_config(settings, tokens=max(1, int(tokens)) if tokens else None)
@@ -158,22 +158,22 @@ class Forecaster:
         saved = checkpoints * checkpoint_bytes(config, self.model, self.chip) + mean
         seconds = plan["time"]["hours"] * 3600 if tokens else None
         needed = plan["memory"]["total"] - (0 if averages else parts.get("mean_of_weights", 0))
-        return Forecast(seconds, needed, saved, 0.0, f"{plan['run']['steps']:,} steps" * bool(tokens))
+        return _Forecast(seconds, needed, saved, 0.0, f"{plan['run']['steps']:,} steps" * bool(tokens))
 
-    def base(self, settings: Settings) -> Forecast:
+    def base(self, settings: Settings) -> _Forecast:
         if settings.get("minutes"):
             if self.model is None:
-                return Forecast(settings["minutes"] * 60, None, None, 0.0, "at most")
+                return _Forecast(settings["minutes"] * 60, None, None, 0.0, "at most")
             found = self.trained(settings, self.recipe.tokens(), averages=True)
-            return Forecast(settings["minutes"] * 60, found.memory, found.disk, 0.0, "at most")
+            return _Forecast(settings["minutes"] * 60, found.memory, found.disk, 0.0, "at most")
         steps, total = settings.get("num_iterations"), settings.get("total_batch_size")
         tokens = steps * total if steps and total else self.recipe.tokens()
         return self.trained(settings, tokens, averages=True)
 
-    def chats(self, stage: str, settings: Settings) -> Forecast:
+    def chats(self, stage: str, settings: Settings) -> _Forecast:
         """mid, sft and finetune: steps that are given, else the tokens of the data."""
         if self.model is None:
-            return Forecast(disk=None)
+            return _Forecast(disk=None)
         steps, total = settings.get("num_iterations"), settings.get("total_batch_size")
         if steps and total:
             return self.trained(settings, steps * total)
@@ -181,10 +181,10 @@ class Forecaster:
         tokens = self.text_tokens([parse_entry(str(entry))[0] for entry in entries])
         return self.trained(settings, tokens * float(settings.get("epochs", 1.0)) if tokens else None)
 
-    def rl(self, settings: Settings) -> Forecast:
+    def rl(self, settings: Settings) -> _Forecast:
         """Trainer and generator."""
         if self.model is None:
-            return Forecast(disk=None)
+            return _Forecast(disk=None)
         prompts = settings.get("prompts_per_step", RlConfig.prompts_per_step)
         samples, new = settings.get("samples", RlConfig.samples), settings.get("max_new_tokens", 256)
         context = min(self.model.seq_len, new + PROMPT)
@@ -206,27 +206,27 @@ class Forecaster:
         saved = self.trained({"keep": settings.get("keep", TrainConfig.keep)}, None).disk
         seconds = steps * (plan["time"]["rollout_seconds"] + plan["time"]["train_seconds"])
         memory = plan["memory"]["total"]
-        return Forecast(seconds if known else None, memory, saved, 0.0, f"{steps:,} steps" * known)
+        return _Forecast(seconds if known else None, memory, saved, 0.0, f"{steps:,} steps" * known)
 
-    def examine(self, command: str, settings: Settings) -> Forecast:
+    def examine(self, command: str, settings: Settings) -> _Forecast:
         """Scaled from a measured one; with fewer questions it is shorter."""
         if self.model is None:
-            return Forecast()
+            return _Forecast()
         then, there = Shape.from_depth(EXAMINED_DEPTH), find(EXAMINED_ON)
         grown = self.model.train_flops_per_token / then.train_flops_per_token
         faster = self.chip.flops * self.recipe.devices / there.flops
         seconds = EXAMINED[command] * grown / faster
         toy = "toy" in (settings.get("tasks") or [])  # another world, of another size
         weights = self.model.total_parameters * 4
-        return Forecast(None if toy else seconds, weights, 0.0, 0.0, str(settings.get("stage") or ""))
+        return _Forecast(None if toy else seconds, weights, 0.0, 0.0, str(settings.get("stage") or ""))
 
-    def serve(self, settings: Settings) -> Forecast:
+    def serve(self, settings: Settings) -> _Forecast:
         """Until it is stopped."""
         if self.model is None:
-            return Forecast(None, None, 0.0, 0.0, translate("until Ctrl-C"))
+            return _Forecast(None, None, 0.0, 0.0, translate("until Ctrl-C"))
         config = self.plan_config({}, goal="inference", context=settings.get("context"))
         plan = inference_plan(config, self.chip, self.model)
-        return Forecast(None, plan["memory"]["total"], 0.0, 0.0, translate("until Ctrl-C"))
+        return _Forecast(None, plan["memory"]["total"], 0.0, 0.0, translate("until Ctrl-C"))
 
 
 def file_tokens(path: Path) -> float | None:
@@ -237,9 +237,9 @@ def file_tokens(path: Path) -> float | None:
     return sum(sizes) / BYTES_PER_TOKEN if sizes else None
 
 
-def forecasts(recipe: Recipe, chip: Chip, sets: str) -> list[Forecast]:
+def forecasts(recipe: Recipe, chip: Chip, sets: str) -> list[_Forecast]:
     """Of every stage."""
-    forecaster = Forecaster(recipe, chip, sets)
+    forecaster = _Forecaster(recipe, chip, sets)
     return [forecaster.stage(command, settings) for command, settings in recipe.stages]
 
 
@@ -290,7 +290,7 @@ def show_forecast(recipe: Recipe, wanted: list[bool], sets: str, missing: str = 
     return 0
 
 
-def needed(command: str, forecast: Forecast) -> int | None:
+def needed(command: str, forecast: _Forecast) -> int | None:
     """Memory of a device; 0 of a stage that uses none, None where it is not known."""
     return forecast.memory if command in USES_DEVICES else 0
 

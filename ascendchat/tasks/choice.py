@@ -24,7 +24,7 @@ ANSWER_WITH = {"en": None, "zh": "只回答一个字母：{letters}。"}  # the 
 
 
 @dataclass(frozen=True)
-class Facts:
+class _Facts:
     """One examination: the data set it comes from, how its files are told, which splits have answers."""
 
     set: str  # of `ascendchat data fetch`
@@ -40,17 +40,17 @@ def _splits(*names: str, **other: str) -> dict[str, str]:
 
 
 ARC = _splits("train", "val", test=SPLIT["test"] + "|/world_knowledge/")  # the CORE bundle holds the test questions
-EXAMS: dict[str, Facts] = {
-    "mmlu": Facts("mmlu", "en", r"(^|/)mmlu[^/]*/", _splits("train", "val", "dev", "test"), "test"),
-    "arc_easy": Facts("arc", "en", r"(^|/)arc[-_]easy[/.]", ARC, "test"),
-    "arc_challenge": Facts("arc", "en", r"(^|/)arc[-_]challenge[/.]", ARC, "test"),
-    "ceval": Facts("ceval", "zh", r"(^|/)ceval[^/]*/", _splits("val", "dev"), "val"),  # its test answers are secret
-    "cmmlu": Facts("cmmlu", "zh", r"(^|/)cmmlu[^/]*/", _splits("dev", "test"), "test"),
+EXAMS: dict[str, _Facts] = {
+    "mmlu": _Facts("mmlu", "en", r"(^|/)mmlu[^/]*/", _splits("train", "val", "dev", "test"), "test"),
+    "arc_easy": _Facts("arc", "en", r"(^|/)arc[-_]easy[/.]", ARC, "test"),
+    "arc_challenge": _Facts("arc", "en", r"(^|/)arc[-_]challenge[/.]", ARC, "test"),
+    "ceval": _Facts("ceval", "zh", r"(^|/)ceval[^/]*/", _splits("val", "dev"), "val"),  # its test answers are secret
+    "cmmlu": _Facts("cmmlu", "zh", r"(^|/)cmmlu[^/]*/", _splits("dev", "test"), "test"),
 }
 
 
 @dataclass(frozen=True)
-class ChoiceQuestion:
+class _ChoiceQuestion:
     """One question."""
 
     question: str
@@ -58,7 +58,7 @@ class ChoiceQuestion:
     answer: int
 
     @classmethod
-    def of(cls, row: TableRow) -> ChoiceQuestion:
+    def of(cls, row: TableRow) -> _ChoiceQuestion:
         """From a row of any of the published tables."""
         question, choices, answer = parse_choice(row)
         if question is None:
@@ -90,7 +90,7 @@ class Exam(Task):
         self.language, self.baseline = facts.language, facts.baseline
         if self.split not in facts.splits:
             raise UserError(f"{name} has the splits {', '.join(facts.splits)}, not {self.split!r}")
-        self.items = list(set_rows(facts.set, facts.pattern, facts.splits[self.split], source, ChoiceQuestion.of))
+        self.items = list(set_rows(facts.set, facts.pattern, facts.splits[self.split], source, _ChoiceQuestion.of))
 
     def __len__(self) -> int:
         return len(self.items)

@@ -80,7 +80,7 @@ def open_pair_mixture(
     from 1 on about the number of pairs, that is kept for validation; 0, or `validation` given: none. `most`: pairs of
     each entry. Without `packing` two rows hold one pair."""
     opened = PairMixture([], [])
-    make = Maker(tokenizer, seq_len, seed, packing, say)
+    make = _Maker(tokenizer, seq_len, seed, packing, say)
     for name, weight in parse_mixture(data):
         rows, kept = make.split(name, itertools.islice(read_pairs(name, say), most), 0.0 if validation else held_out)
         opened.sources.append((rows, float(rows.per_epoch) if weight is None else weight))
@@ -93,7 +93,7 @@ def open_pair_mixture(
 
 
 @dataclass(frozen=True)
-class Maker:
+class _Maker:
     """Makes rows of pairs."""
 
     tokenizer: Encoder

@@ -32,9 +32,9 @@ from ascendchat.train.rows import share_out
 
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
 KEPT_SPEED = 0.94  # of the measured speed is what a run keeps, besides the optimizer: a warm chip, other text
-MOST_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
-LEAST_DEPTH, MOST_DEPTH = 2, 64  # that --minutes chooses
-MOST_PARAMETERS = 14  # of such a model for a token of text
+MAX_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
+LEAST_DEPTH, MAX_DEPTH = 2, 64  # that --minutes chooses
+MAX_PARAMETERS = 14  # of such a model for a token of text
 FEW_ROWS, LEAST_ROW, MORE_STEPS = 2, 256, 1.2  # where --minutes chooses the rows: of a step; tokens; to be worth it
 FP8_GAIN = 1.15  # what 8-bit products add to the speed
 TIME_LEFT = 1.04  # times the time of a run, besides the optimizer, is what twice its steps take
@@ -70,14 +70,14 @@ def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, tota
 
 def timed(fits: int, corpora: Corpora, seq_len: int, extra: int = 0, given: int | None = None) -> tuple[int, int]:
     """Tokens and batch of a run with time for `fits` tokens. A step takes that of `extra` of them for the optimizer, a
-    third of its time at most, unless its batch is `given`. No more than MOST_PASSES over the text; time left over goes
+    third of its time at most, unless its batch is `given`. No more than MAX_PASSES over the text; time left over goes
     into smaller steps."""
     least, room = seq_len, fits
     while least < 2 * extra:
         least *= 2
     for _ in range(2):  # the batch follows the tokens
         fits = max(1, int(room / (1 + extra / (given or batch_for(fits, least)))))
-    tokens = max(1, int(fits * min(1.0, MOST_PASSES / passes(corpora, fits))))
+    tokens = max(1, int(fits * min(1.0, MAX_PASSES / passes(corpora, fits))))
     batch, usual = batch_for(tokens, least, 2 * MIN_STEPS), batch_for(tokens, least)
     while batch < tokens and room < (TIME_LEFT if batch < usual else 1.0) * tokens * (1 + extra / batch):
         batch *= 2
@@ -101,18 +101,18 @@ def expected_horizon(config: BaseConfig, shape: Shape, chip: Chip) -> int:
 
 
 def depth_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> int:
-    """The deepest model for which --minutes are enough to read the text MOST_PASSES times, or as many tokens as it is
+    """The deepest model for which --minutes are enough to read the text MAX_PASSES times, or as many tokens as it is
     worth, if that is less. Small models on 4.8 M tokens, two passes each: the larger, the fewer bits per byte, up to
     14 parameters for a token of text (docs/log.md); beyond that nothing was tried."""
-    vocab, whole = corpora[0][0].vocab_size, int(MOST_PASSES / passes(corpora, 1))
+    vocab, whole = corpora[0][0].vocab_size, int(MAX_PASSES / passes(corpora, 1))
     best = 0
-    for depth in range(LEAST_DEPTH, MOST_DEPTH + 1):
+    for depth in range(LEAST_DEPTH, MAX_DEPTH + 1):
         try:
             shape = shape_of(config, vocab, depth)
         except UserError:  # --head-dim or --kv-heads are for other widths
             continue
         needed = min(horizon_of(config, shape), whole)
-        large = shape.total_parameters > MOST_PARAMETERS * whole / MOST_PASSES
+        large = shape.total_parameters > MAX_PARAMETERS * whole / MAX_PASSES
         held = training(shape, chip, collectives.world().size, 1, config.activation_checkpointing)
         fits = sum(held.values()) <= usable(chip)
         if best and (large or not fits or needed > expected_horizon(config, shape, chip)):

@@ -62,7 +62,7 @@ OWN_FACTOR = 0.05  # on the rates of pretraining, for pairs
 LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora"
 
 
-class FinetuneStage(ChatStage):
+class _FinetuneStage(ChatStage):
     """Cross-entropy on the assistant's tokens, by a model that somebody else has trained."""
 
     def __init__(
@@ -148,7 +148,7 @@ def run(config: FinetuneConfig) -> int:
             return 0
         split, steps = batch_and_steps(config, shape, here, mixture.per_epoch)
         check_output(config.output_dir, saved, steps)
-        stage = FinetuneStage(learner_of(theirs, config, here), split, steps, mixture, config, theirs)
+        stage = _FinetuneStage(learner_of(theirs, config, here), split, steps, mixture, config, theirs)
         if not saved and mixture.validation and config.eval_every >= 0:
             say(f"held-out loss before: {first_loss(stage):.4f}")
 
@@ -183,13 +183,13 @@ def learn_pairs(config: FinetuneConfig) -> int:
         folder, out = run_folder(name, "hf"), Path(config.output_dir).expanduser()
         learner = learner_of(theirs, config, here)
         begin = Beginning(learner, theirs.tokenizer, theirs.origin, replace(config, run=name), name, theirs.add_files)
-        status = train_pairs(begin, here, partial(PairStage, theirs))
+        status = train_pairs(begin, here, partial(_PairStage, theirs))
         if status == 0 and config.output_dir and not config.preview:
             write_model(theirs, folder, out, here)
         return status
 
 
-class PairStage(PreferenceStage):
+class _PairStage(PreferenceStage):
     """Pairs, with adapters or shared out weights."""
 
     def __init__(self, theirs: Theirs, *arguments: Any) -> None:
@@ -414,7 +414,7 @@ def batch_and_steps(config: FinetuneConfig, shape: HFShape, here: Context, rows:
 
 
 @torch.no_grad()
-def first_loss(stage: FinetuneStage) -> float:
+def first_loss(stage: _FinetuneStage) -> float:
     """The held-out loss of the model as it came."""
     stage.model.eval()
     loss = stage.evaluate(0)["val_loss"]

@@ -36,10 +36,10 @@ from ascendchat.train.stage import Correction, Stage
 
 FIRST_SCALE = 2.0**16  # of the loss, in fp16
 GRADIENT = "gradient_square"  # of the norm, in reports
-MOST_SKIPPED = 30  # steps in a row that overflow; after 16 of them the loss is no longer scaled
+MAX_SKIPPED = 30  # steps in a row that overflow; after 16 of them the loss is no longer scaled
 
 
-class Due(NamedTuple):
+class _Due(NamedTuple):
     """What is to be done after a step."""
 
     save: bool
@@ -88,11 +88,11 @@ class Options:
         folder = run.folder / "profile"
         return Profiler(self.profile, device, folder, first=self.start, last=last, say=console.print)
 
-    def due(self, step: int, last: int) -> Due:
+    def due(self, step: int, last: int) -> _Due:
         """What is to be done after `step`, the last of which is `last`."""
         every = self.save_every, self.eval_every, self.examine_every, self.sample_every
         save, check, examine, sample = (step == last or (n > 0 and step % n == 0) for n in every)
-        return Due(
+        return _Due(
             save, check and self.eval_every >= 0, examine and self.examine_every > 0, sample and self.sample_every > 0
         )
 
@@ -125,7 +125,7 @@ class LossScale:
             self.device.clear_overflow()
 
     def overflowed(self, step: int, gradients: list[Tensor]) -> bool:
-        """Whether any rank overflowed; then the step is skipped and the scale halved. MOST_SKIPPED end the run."""
+        """Whether any rank overflowed; then the step is skipped and the scale halved. MAX_SKIPPED end the run."""
         if not self.needed:
             return False
         flag = torch.tensor([float(self.device.overflowed(gradients))], device=collectives.place())
@@ -134,9 +134,9 @@ class LossScale:
             used, self.value, self.good = self.value, max(1.0, self.value / 2), 0
             self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
             self.say(f"step {step + 1}: float16 overflowed, no update; loss scale {used:g} -> {self.value:g}")
-            if self.in_a_row == MOST_SKIPPED:
+            if self.in_a_row == MAX_SKIPPED:
                 raise Diverged(
-                    f"float16 overflowed in {MOST_SKIPPED} steps in a row, up to step {step + 1}, whatever the loss "
+                    f"float16 overflowed in {MAX_SKIPPED} steps in a row, up to step {step + 1}, whatever the loss "
                     "scale: nothing is learned; try a smaller --lr-multiplier, or ASCENDCHAT_DTYPE=fp32"
                 )
             return True
@@ -190,7 +190,7 @@ def telemetry(device: Device) -> Callable[[], list[Telemetry]] | None:
     return read
 
 
-class Report(NamedTuple):
+class _Report(NamedTuple):
     """What a step reports: values by name, on their way to the host."""
 
     step: int
@@ -201,7 +201,7 @@ class Report(NamedTuple):
 
 
 @dataclass
-class Progress:
+class _Progress:
     """Turns reports that arrive one step late into metrics, and notices a run that went wrong."""
 
     stage: Stage
@@ -209,7 +209,7 @@ class Progress:
     run: Run
     console: Console
     since: Mark  # the end of the step before, or when training went on after something else
-    pending: deque[Report] = field(default_factory=deque)
+    pending: deque[_Report] = field(default_factory=deque)
     smooth: Smooth = field(default_factory=lambda: Smooth(0.95))
     mean: float = math.nan
     started: float = field(default_factory=time.perf_counter)
@@ -220,7 +220,7 @@ class Progress:
         wish = torch.full_like(values["loss"], float(stop > 0), dtype=torch.float32)
         report = torch.stack((*(value.float() for value in values.values()), wish))
         collectives.all_reduce(report, "mean", async_op=True).wait()
-        self.pending.append(Report(step, tuple(values), self.device.fetch(report), self.device.event(), more))
+        self.pending.append(_Report(step, tuple(values), self.device.fetch(report), self.device.event(), more))
 
     def read(self, keep: int) -> bool:
         """Look at all queued reports but the newest `keep`; True when some rank wants to stop."""
@@ -277,7 +277,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         scale = LossScale(device, options.loss_scale, console.print)
         dry_run(stage, device, console.print)
         writer = Writer(run.folder, keep=options.keep, say=console.print)
-        progress = Progress(stage, device, run, console, device.event(), first=options.start)
+        progress = _Progress(stage, device, run, console, device.event(), first=options.start)
         profiler = options.profiler(stage.steps, device, run, console) if options.profile and main else None
         if options.unseen:
             try:
@@ -337,7 +337,7 @@ def look(
     console: Console,
     signals: StopSignals,
     result: Result,
-    due: Due,
+    due: _Due,
     writer: Writer | None,
 ) -> bool:
     """Validate the model of this step, examine it, show samples of it, whichever is due; False when nothing was.

@@ -101,7 +101,7 @@ def weights_of(method: str, options: PreferenceOptions) -> Weights:
 
 
 @dataclass(frozen=True)
-class UploadedPairs:
+class _UploadedPairs:
     """What one forward pass takes, on the device. R rows of T tokens, S segments, P pairs."""
 
     inputs: Tensor  # (R, T)
@@ -145,7 +145,7 @@ class PreferenceStage(RowStage):
     def batches(self, rows_per_step: int) -> PairBatches:
         return PairBatches(self.mixture.sources, rows_per_step)
 
-    def micro_batches(self, step: int) -> Iterator[UploadedPairs]:  # type: ignore[override]
+    def micro_batches(self, step: int) -> Iterator[_UploadedPairs]:  # type: ignore[override]
         """This rank's bins of a step; one batch is made while the device works on that before."""
         split, mine = self.split, self.split.rows * self.split.accumulation
         batches, first = self.batches(mine * split.devices), collectives.world().rank * mine
@@ -153,10 +153,10 @@ class PreferenceStage(RowStage):
         for begin in range(first, first + mine, split.rows):
             yield self.upload(batches.batch(step, begin, begin + split.rows), pairs)
 
-    def upload(self, batch: PairBatch, step_pairs: int) -> UploadedPairs:
+    def upload(self, batch: PairBatch, step_pairs: int) -> _UploadedPairs:
         put = partial(to_device, place=self.learner.place, pin=self.learner.device.pin)
         known = None if self.reference is None else self.reference[torch.from_numpy(batch.number)]
-        return UploadedPairs(
+        return _UploadedPairs(
             put(batch.inputs),
             put(batch.targets),
             batch.lengths,
@@ -168,7 +168,7 @@ class PreferenceStage(RowStage):
             step_pairs,
         )
 
-    def sums(self, batch: UploadedPairs) -> Tensor:
+    def sums(self, batch: _UploadedPairs) -> Tensor:
         """(P, 2) log-probabilities of the chosen and of the rejected replies; logits exist chunk by chunk."""
         learner = self.learner
         hidden = learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
@@ -176,7 +176,7 @@ class PreferenceStage(RowStage):
         every = sequence_sums(logprobs.flatten(), batch.owner, len(batch.lengths))
         return torch.stack((every[batch.chosen], every[batch.rejected]), dim=1)
 
-    def compared(self, batch: UploadedPairs) -> tuple[Preference, dict[str, Tensor]]:
+    def compared(self, batch: _UploadedPairs) -> tuple[Preference, dict[str, Tensor]]:
         """The loss of every pair, and what is measured of it, (P,) each."""
         sums, known = self.sums(batch), batch.reference
         references = () if known is None else known.unbind(1)
@@ -191,14 +191,14 @@ class PreferenceStage(RowStage):
             "logprob_rejected": means[1],
         }
 
-    def loss(self, batch: UploadedPairs, scale: float = 1.0) -> Loss:  # type: ignore[override]
+    def loss(self, batch: _UploadedPairs, scale: float = 1.0) -> Loss:  # type: ignore[override]
         """Every pair of the step weighs the same. The loop takes the mean over the ranks."""
         found, measured = self.compared(batch)
         share = self.split.devices / batch.step_pairs
         metrics = {name: value.sum() * share for name, value in measured.items()}
         return Loss(found.loss.sum() * (share * scale), metrics)
 
-    def probe(self) -> UploadedPairs:  # type: ignore[override]
+    def probe(self) -> _UploadedPairs:  # type: ignore[override]
         """The first bins: a bin is as large as any other."""
         batches = PairBatches(self.mixture.sources, self.split.rows)
         return self.upload(batches.batch(0), batches.targets(0))

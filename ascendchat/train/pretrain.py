@@ -35,18 +35,18 @@ from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
 from ascendchat.sizes.memory import mean_on_device
-from ascendchat.train.budget import MOST_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
+from ascendchat.train.budget import MAX_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
 from ascendchat.train.model import Learn, Learner, build, learning
 from ascendchat.train.rows import SAMPLE_TOKENS, RowStage
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Loss, updates_of
 
-MOST_EVAL_TOKENS = 10_000_000
+MAX_EVAL_TOKENS = 10_000_000
 EMBEDDED_VOCAB = 1536  # ids of the tokenizer that is made for the embedded corpus,
 EMBEDDED_TOKENS = 826_000  # and the tokens that the corpus has with it
 EMBEDDED_PASSES = 60  # over the embedded corpus at most, unless it is asked for by name: depth 4 reads it 51 times
 USUAL_VOCAB = 32768  # ids of a tokenizer for the web
-MOST_SHARDS, SHARD_TOKENS = 6542, 55_000_000  # files of climbmix, and the tokens of one (about)
+MAX_SHARDS, SHARD_TOKENS = 6542, 55_000_000  # files of climbmix, and the tokens of one (about)
 PROMPTS = ("", "The capital of", "北京")
 
 
@@ -58,7 +58,7 @@ class BaseStage(RowStage):
         learner: Learner,
         split: Split,
         steps: int,
-        text: Text,
+        text: _Text,
         config: BaseConfig,
         core_tasks: Sequence[core.CoreTask] = (),
     ) -> None:
@@ -124,7 +124,7 @@ class BaseStage(RowStage):
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        return self.text_bits(self.text.validation, self.eval_tokens or MOST_EVAL_TOKENS)
+        return self.text_bits(self.text.validation, self.eval_tokens or MAX_EVAL_TOKENS)
 
     def examine(self, step: int) -> dict[str, float]:
         length, most = self.split.seq_len, None if self.core_rows == -1 else self.core_rows
@@ -146,7 +146,7 @@ class BaseStage(RowStage):
         return {"stage": "base", **super().identity(), "data": data}
 
 
-class Text(NamedTuple):
+class _Text(NamedTuple):
     """What a base model reads."""
 
     config: BaseConfig  # with paths that later commands find from any directory
@@ -164,7 +164,7 @@ def check_horizon(config: BaseConfig) -> None:
         raise UserError(f"{given[0]} and {given[1]} both say how long the run is; give one of them")
 
 
-def open_training_text(config: BaseConfig, here: Context) -> Text:
+def open_training_text(config: BaseConfig, here: Context) -> _Text:
     """The corpora of --data and their tokenizer."""
     data, folder = find_data(config)
     corpora, tokenizer = open_corpora(data), Tokenizer.load(folder)
@@ -175,10 +175,10 @@ def open_training_text(config: BaseConfig, here: Context) -> Text:
         hint = "`ascendchat data prepare --val-source FILE` adds some"
         here.say(f"no validation text in --data: nothing is validated; {hint}")
     resolved = replace(config, data=absolute(data), tokenizer=str(folder.resolve()))
-    return Text(resolved, corpora, validation, tokenizer)
+    return _Text(resolved, corpora, validation, tokenizer)
 
 
-def check_tokenizer(own: Path, text: Text) -> None:
+def check_tokenizer(own: Path, text: _Text) -> None:
     """Of a run that is to go on: the usual tokenizer may have been trained anew since."""
     if own.is_dir() and Tokenizer.load(own).fingerprint != text.tokenizer.fingerprint:
         raise UserError(
@@ -231,9 +231,9 @@ def run(config: BaseConfig) -> int:
         shape = shape_of(config, text.corpora[0][0].vocab_size)
         learner = build(config, shape, here)
         split, steps = plan_run(config, learner, text.corpora, saved, here.say)
-        if (times := passes(text.corpora, steps * split.total)) > 0.95 * MOST_PASSES:
+        if (times := passes(text.corpora, steps * split.total)) > 0.95 * MAX_PASSES:
             here.say(
-                f"the text is read {times:.1f} times; beyond {MOST_PASSES:.0f} a model tends to learn it by heart and "
+                f"the text is read {times:.1f} times; beyond {MAX_PASSES:.0f} a model tends to learn it by heart and "
                 "to validate worse (so --minutes stops there): more text helps, --dropout 0.1 may"
             )
         stage = BaseStage(learner, split, steps, text, config, core_tasks)
@@ -298,7 +298,7 @@ def check_embedded(config: BaseConfig) -> None:
         tokens = config.num_iterations * (config.total_batch_size or batch_for(tokens, config.max_seq_len or USUAL_ROW))
     if tokens <= EMBEDDED_PASSES * EMBEDDED_TOKENS:
         return
-    shards = min(MOST_SHARDS, math.ceil(horizon_of(config, shape_of(config, USUAL_VOCAB)) / SHARD_TOKENS))
+    shards = min(MAX_SHARDS, math.ceil(horizon_of(config, shape_of(config, USUAL_VOCAB)) / SHARD_TOKENS))
     raise UserError(
         f"no --data given, and this run would read the small embedded corpus {tokens / EMBEDDED_TOKENS:,.0f} times; "
         f"get real text: `ascendchat data fetch climbmix --shards {shards}`, `ascendchat tokenizer train "

@@ -11,7 +11,14 @@ import pytest
 from running_server import make, save, wait_until
 from server_process import KEY, ServerProcess
 
-from ascendchat.compat.areal import GenerationHyperparameters, ModelRequest, VLLMRemoteEngine, WeightUpdateMeta
+from ascendchat.compat.areal import (
+    GenerationHyperparameters,
+    ModelRequest,
+    ModelResponse,
+    VLLMRemoteEngine,
+    WeightUpdateMeta,
+    Workflow,
+)
 from ascendchat.device import pick
 from ascendchat.engine.request import Request, Sampling
 from ascendchat.errors import UserError
@@ -65,7 +72,7 @@ def asking(seed: int, tokens: int = 8, **more: Any) -> ModelRequest:
 
 
 def test_answers_have_tokens_logprobs_and_versions(engine: VLLMRemoteEngine) -> None:
-    async def several() -> list[Any]:
+    async def several() -> list[ModelResponse]:
         return await asyncio.gather(*(engine.agenerate(asking(seed)) for seed in range(6)))
 
     answers = asyncio.run(several())
@@ -101,7 +108,7 @@ def test_weights_come_from_tensors_and_from_checkpoints(engine: VLLMRemoteEngine
 
 
 def test_paused_it_sends_nothing_and_still_takes_weights(engine: VLLMRemoteEngine) -> None:
-    async def through_a_pause() -> Any:
+    async def through_a_pause() -> ModelResponse:
         engine.pause()
         waiting = asyncio.ensure_future(engine.agenerate(asking(3)))
         done, _ = await asyncio.wait({waiting}, timeout=0.5)
@@ -114,7 +121,7 @@ def test_paused_it_sends_nothing_and_still_takes_weights(engine: VLLMRemoteEngin
     assert (answer.output_tokens, set(answer.output_versions)) == (expected(make.model(6), 3), {4})
 
 
-class Episode:
+class Episode(Workflow):
     """Answers a row with its number as the seed; some rows are rejected, some fail."""
 
     async def arun_episode(self, engine: VLLMRemoteEngine, data: int) -> list[int] | None:

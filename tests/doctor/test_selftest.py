@@ -68,7 +68,7 @@ def test_what_is_sent_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (str(Path.home() / "x"), socket.gethostname(), "10.1.2.33", "/var"):
         assert name not in cleaned
     assert "code 507015" in cleaned
-    assert len(selftest.cleaned("x" * 999)) == selftest_case.MOST_SAID
+    assert len(selftest.cleaned("x" * 999)) == selftest_case.MAX_SAID
 
 
 def test_losses_must_follow_and_fall() -> None:

@@ -190,7 +190,7 @@ def test_a_tool_call_between_special_tokens_or_free_text() -> None:
         (schema(**{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "no answer fits it"),
         (Grammar("lark", "start: <|nothing|>"), "unknown special token"),
         (Grammar("regex", "("), "unclosed group"),
-        (Grammar("regex", "x" * (module.MOST_CHARACTERS + 1)), "characters"),
+        (Grammar("regex", "x" * (module.MAX_CHARACTERS + 1)), "characters"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.kind,
 )
@@ -308,7 +308,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pyt
     rows, tried = Grammars(TEXT), []
     ask = rows._trial.reason
     monkeypatch.setattr(rows._trial, "reason", lambda grammar: tried.append(grammar.text) or ask(grammar))
-    monkeypatch.setattr(module, "MOST_KNOWN", 2)
+    monkeypatch.setattr(module, "MAX_KNOWN", 2)
     for text in ("a", "b", "a", "c", "a", "b", "("):
         try:
             matcher = rows.matcher(Grammar("regex", text))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat.engine.request import MOST_TOPS, Grammar, Sampling
+from ascendchat.engine.request import MAX_TOPS, Grammar, Sampling
 from ascendchat.engine.sampling import (
     Mode,
     Settings,
@@ -112,14 +112,14 @@ def test_bias_and_penalties_move_the_choice_and_not_the_probability() -> None:
     torch.testing.assert_close(logprob, logits.log_softmax(-1)[torch.arange(4), chosen])
 
 
-@pytest.mark.parametrize("vocab", [3, MOST_TOPS, 100])
+@pytest.mark.parametrize("vocab", [3, MAX_TOPS, 100])
 def test_the_likeliest_tokens_are_those_of_a_plain_sort(vocab: int) -> None:
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64) * 4
     ids, logprobs = likeliest_tokens(logits.float())
     for row, report in zip(logits.tolist(), torch.cat((ids.float(), logprobs), dim=1).tolist()):
         total = math.log(sum(math.exp(value) for value in row))
         expected = sorted(((i, value - total) for i, value in enumerate(row)), key=lambda pair: -pair[1])
-        for count in (1, 3, MOST_TOPS):
+        for count in (1, 3, MAX_TOPS):
             found = ranked(report, count)
             assert [token for token, _ in found] == [token for token, _ in expected[:count]]
             assert [value for _, value in found] == pytest.approx([value for _, value in expected[:count]], abs=1e-5)

@@ -96,7 +96,7 @@ def test_a_batch_that_was_asked_for_is_the_one_that_was_planned(monkeypatch: pyt
 
 def test_time_that_the_text_leaves_over_goes_into_smaller_steps(words: Path) -> None:
     corpora = [(Corpus.open(words), 1.0)]
-    text = int(budget.MOST_PASSES * corpora[0][0].tokens)
+    text = int(budget.MAX_PASSES * corpora[0][0].tokens)
     assert budget.timed(text // 2, corpora, 1) == (text // 2, batch_for(text // 2))
     tokens, total = budget.timed(int(1.03 * text), corpora, 1)
     assert abs(tokens - text) <= 1
@@ -178,7 +178,7 @@ def test_minutes_choose_the_depth() -> None:
     short, long = depths([1, 600], h200, little)
     assert budget.LEAST_DEPTH <= short < 12
     shape = budget.shape_of(BaseConfig(), 16384, long + 1)
-    assert shape.total_parameters > budget.MOST_PARAMETERS * little  # what ends it is the text, not the time
+    assert shape.total_parameters > budget.MAX_PARAMETERS * little  # what ends it is the text, not the time
     found = depths([1, 10, 100, 1000], h200, much)
     assert found == sorted(set(found))
     for minutes, depth in zip([1, 10, 100, 1000], found):

@@ -432,7 +432,7 @@ def test_a_program_that_always_ends_with_the_status_of_too_large_a_batch_is_give
     """A program that is not ours may end with it, too."""
     numbers = ending(monkeypatch, OutOfMemory.status)
     assert command.run(parse(LaunchConfig, ["--devices", "1", "base"])) == OutOfMemory.status
-    assert numbers == [*range(command.MOST_SMALLER + 1)]
+    assert numbers == [*range(command.MAX_SMALLER + 1)]
 
 
 def test_one_node_of_several_does_not_start_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:

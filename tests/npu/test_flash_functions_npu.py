@@ -42,7 +42,7 @@ def test_rows_and_sequences_run_the_fused_kernels_and_their_gradients(dtype: tor
 @pytest.mark.parametrize("most", [1024, 2])
 def test_the_logsumexp_of_sequences_is_that_of_their_own_rows(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the definition, sequence by sequence: one of a single token, one that is empty, 3 heads."""
-    monkeypatch.setattr("ascendchat.device.npu_attention.MOST_SEQUENCES", most)  # also in several calls
+    monkeypatch.setattr("ascendchat.device.npu_attention.MAX_SEQUENCES", most)  # also in several calls
     lengths, g = [3, 0, 5, 1, 4], torch.Generator().manual_seed(8)
     q, k, v = (torch.randn(13, heads, 16, generator=g).half() for heads in (3, 1, 1))
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()

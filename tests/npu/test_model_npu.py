@@ -23,7 +23,7 @@ from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.sizes.schedule import rates
 from ascendchat.sizes.shape import Shape
 
-MOST_FORWARD_BACKWARD, MOST_OPTIMIZER = 700, 100  # launches of 12 layers
+MAX_FORWARD_BACKWARD, MAX_OPTIMIZER = 700, 100  # launches of 12 layers
 PRODUCTS = ("Matmul", "Mm", "Addmm", "Baddbmm", "FlashAttention")  # in the names of what the cube unit does
 
 
@@ -85,10 +85,10 @@ def test_a_step_of_twelve_layers_keeps_to_its_launch_budget(device: Device) -> N
 
     step = lambda: optimizer.step(lr_scale=1.0, momentum=0.9, matrix_decay=0.1)  # noqa: E731
     forward_backward(), step()
-    assert launched(forward_backward) <= MOST_FORWARD_BACKWARD
+    assert launched(forward_backward) <= MAX_FORWARD_BACKWARD
     assert cannsim.launches()["aclnnFlashAttentionScore"] == 12
     assert not cannsim.aicpu()
-    assert launched(step) <= MOST_OPTIMIZER
+    assert launched(step) <= MAX_OPTIMIZER
     assert not cannsim.aicpu()
 
 
@@ -208,7 +208,7 @@ def test_packed_documents_do_not_see_each_other(
     device: Device, monkeypatch: pytest.MonkeyPatch, window: int, most: int
 ) -> None:
     kernel, generator = NpuFusion(), torch.Generator().manual_seed(0)
-    monkeypatch.setattr(kernel, "MOST_DOCUMENTS", most)
+    monkeypatch.setattr(kernel, "MAX_DOCUMENTS", most)
     here = [torch.randn(2, 20, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)]
     there = [x.detach().npu().requires_grad_() for x in here]
     lengths = np.array([7, 1, 12, 20], np.int32)

@@ -225,7 +225,7 @@ def test_a_function_that_never_works_ends_the_run_and_one_that_did_does_not(open
 
 @pytest.mark.slow
 def test_neither_forks_nor_memory_nor_children_stop_the_others(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "MOST_MEMORY", 512 << 20)
+    monkeypatch.setattr(pool, "MAX_MEMORY", 512 << 20)
     judge = opened("fates:wild", timeout=60.0)
     words = ["a", "fork", "memory", "children", "twice", "exit", "unreadable", "thread", *["b"] * 8]
     found = judge.rewards(asked(*words))

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from running_server import CHAT, CONTEXT, PATIENCE, Server, drain, question, serving, stream, wait_until
 
-from ascendchat.serve.connection import MOST_HEADER_BYTES, SECURITY_HEADERS, Limits, protocol
+from ascendchat.serve.connection import MAX_HEADER_BYTES, SECURITY_HEADERS, Limits, protocol
 
 pytestmark = pytest.mark.slow
 MOST = 20  # connections of the server
@@ -117,7 +117,7 @@ def test_what_has_no_end_is_stopped_by_its_size(narrow: Server, begun: bytes, re
 
 
 def test_long_headers_in_one_piece_are_431(narrow: Server) -> None:
-    long = b"x" * (MOST_HEADER_BYTES + 1)
+    long = b"x" * (MAX_HEADER_BYTES + 1)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + long + b"\r\n\r\n"
     assert narrow.raw(request).startswith(b"HTTP/1.1 431 ")
 

@@ -274,7 +274,7 @@ def test_a_request_whose_process_was_killed_is_read_by_another_once(
 
 
 def test_too_many_bytes_that_wait_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MOST_WAITING", 1000)
+    monkeypatch.setattr(reader, "MAX_WAITING", 1000)
 
     async def test() -> None:
         async with reading(tmp_path, monkeypatch) as there:

@@ -22,7 +22,7 @@ from ascendchat.config.serve import ServeConfig
 from ascendchat.errors import UserError
 from ascendchat.serve import pool as child
 from ascendchat.serve.messages import Open, Part
-from ascendchat.serve.pool import MOST_ATTEMPTS, Child, Failure, Pool, Process
+from ascendchat.serve.pool import MAX_ATTEMPTS, Child, Failure, Pool, Process
 
 pytestmark = pytest.mark.slow
 
@@ -174,13 +174,13 @@ async def test_a_request_that_kills_workers_is_given_up(pool: Pool) -> None:
     await real.whole(pool.submit(real.request(), streams=False))
     poison = pool.submit(real.request(4000), streams=False)
     task = asyncio.ensure_future(real.outcome(poison))
-    for attempt in range(1, MOST_ATTEMPTS + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         await real.until(lambda n=attempt: poison.attempts == n and poison.first_token is not None)
         os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
     failure = await task
     assert isinstance(failure, Failure), failure
     assert not failure.refused
-    assert poison.attempts == MOST_ATTEMPTS
+    assert poison.attempts == MAX_ATTEMPTS
     assert (await real.whole(pool.submit(real.request(), streams=False))).finish_reason == "length"
 
 

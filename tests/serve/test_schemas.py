@@ -53,7 +53,7 @@ def test_a_schema_does_not_wait_for_those_that_take_long(held: threading.Event) 
 def test_too_many_checks_are_turned_away_and_none_lasts_for_ever(
     held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schemas, "MOST_CHECKS", 2)
+    monkeypatch.setattr(schemas, "MAX_CHECKS", 2)
 
     async def test() -> None:
         checks = Schemas(ServeConfig(queue_timeout=0.05), TEXT)

@@ -16,8 +16,8 @@ from ascendchat.plan.goals import train_parts, train_plan
 from ascendchat.sizes.memory import (
     HEAD_CHUNK_BYTES,
     LITTLE,
+    MAX_PADDING,
     MIB,
-    MOST_PADDING,
     activations,
     allocated,
     backward_work,
@@ -57,7 +57,7 @@ def test_many_nodes_never_need_more_memory_each_than_one_but_for_padding(
     now = sum(training(shape, find(chip), many, rows, checkpointing).values())
     less, more = (elements(stacks(shape), team_size(stacks(shape), devices)) for devices in (few, many))
     assert now <= before + 16 * max(0, more - less)
-    assert more <= max(less, MOST_PADDING * elements(stacks(shape), 1), elements(stacks(shape), 1) + LITTLE)
+    assert more <= max(less, MAX_PADDING * elements(stacks(shape), 1), elements(stacks(shape), 1) + LITTLE)
 
 
 @STEADY

@@ -14,7 +14,7 @@ from ascendchat.device import DeviceOptions, Scaling
 from ascendchat.device.cpu import CPU
 from ascendchat.runs.run import read_metrics
 from ascendchat.train import loop
-from ascendchat.train.loop import MOST_SKIPPED, Diverged, fit
+from ascendchat.train.loop import MAX_SKIPPED, Diverged, fit
 from ascendchat.train.stage import Loss
 
 
@@ -61,9 +61,9 @@ def test_when_every_step_overflows_the_run_ends_and_says_so(tmp_path: Path, caps
         fit(stage, HalfCPU(), run, loop.Options(eval_every=0, save_every=0))
     said = capsys.readouterr().out
     assert "step 1: float16 overflowed, no update; loss scale 65536 -> 32768" in said
-    assert said.count("overflowed, no update") == MOST_SKIPPED
+    assert said.count("overflowed, no update") == MAX_SKIPPED
     assert torch.equal(stage.model.weight, torch.zeros(4))
     rows = [row for row in read_metrics(tmp_path) if "loss" in row]
     assert [row["skipped_steps"] for row in rows] == list(range(1, len(rows) + 1))
-    assert len(rows) >= MOST_SKIPPED - 2
+    assert len(rows) >= MAX_SKIPPED - 2
     assert rows[-1]["loss_scale"] == 1.0

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="needs a virtual environment with vLLM: make vllm-test"),
 ]
 
-MOST_GAP = 1e-3
+MAX_GAP = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_log_probabilities_are_those_of_a_forward_pass(remote: Remote, model: An
     answers = remote.generate(requests)
     gaps = [gap(request, answer, model, temperature) for request, answer in zip(requests, answers)]
     print(f"largest gap at temperature {temperature}: {max(gaps):.2g}")
-    assert max(gaps) < MOST_GAP
+    assert max(gaps) < MAX_GAP
     assert remote.generate(requests)[0].ids == answers[0].ids, "the same seed, the same tokens"
 
 
@@ -111,7 +111,7 @@ def test_weights_are_equal_after_every_sync(remote: Remote, model: Any, in_place
         told = remote._wait(server.link.command("POST", "/weight_checker", json={"action": "checksum"}))["checksums"]
         wrong, unknown = compare(told, weights)
         print(f"version {version}: {took:.2f} s, gap {worst:.2g}, {unknown} of {len(told)} weights not by digest")
-        assert worst < MOST_GAP
+        assert worst < MAX_GAP
         assert (wrong, remote.version) == ([], version)
         assert len(told) - unknown >= 9, "embedding, head, norms and biases; the others are packed for a kernel of CPUs"
         assert {number for answer in answers for number in answer.versions} == {version}
@@ -143,7 +143,7 @@ def test_interrupted_answers_go_on_with_the_new_weights(remote: Remote, model: A
             abs(scores[version][i] - value)  # type: ignore[operator]
             for i, (version, value) in enumerate(zip(answer.versions, answer.logprobs, strict=True))
         )
-        assert worst < MOST_GAP, "each token is the work of the weights it names"
+        assert worst < MAX_GAP, "each token is the work of the weights it names"
 
 
 def test_a_reload_that_fails_is_mended_by_the_next(remote: Remote, model: Any, monkeypatch: Any) -> None:
@@ -160,7 +160,7 @@ def test_a_reload_that_fails_is_mended_by_the_next(remote: Remote, model: Any, m
         remote.generate(asked())
     remote.load(weights, 1)
     requests = asked()
-    assert max(gap(*pair, model) for pair in zip(requests, remote.generate(requests))) < MOST_GAP
+    assert max(gap(*pair, model) for pair in zip(requests, remote.generate(requests))) < MAX_GAP
 
 
 def test_a_killed_server_comes_back_without_its_weights_and_gets_them_again(
@@ -187,4 +187,4 @@ def test_a_killed_server_comes_back_without_its_weights_and_gets_them_again(
         remote.generate(asked())
     remote.load(weights, 3)
     requests = asked()
-    assert max(gap(*pair, model) for pair in zip(requests, remote.generate(requests))) < MOST_GAP
+    assert max(gap(*pair, model) for pair in zip(requests, remote.generate(requests))) < MAX_GAP

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="needs a virtual environment with vLLM: make vllm-test"),
 ]
 
-STEPS, MOST_GAP = 20, 1e-3
+STEPS, MAX_GAP = 20, 1e-3
 REWARD = '''
 def vowels(prompt, completion, **row):
     """Share of the letters that are vowels."""
@@ -44,12 +44,12 @@ def test_twenty_steps_of_grpo_against_a_real_server(tmp_path: Path, monkeypatch:
         print(f"rewards {[round(value, 3) for value in rewards]}, largest mean |dlogp| of a step {max(gaps):.2g}")
         assert len(rows) == STEPS
         assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
-        assert max(gaps) < MOST_GAP
+        assert max(gaps) < MAX_GAP
         assert main(["export", "--run", "it", "--out", str(tmp_path / "out"), "--device-type", "cpu"]) == 0
         tokens = list(range(5, 45))
         with Remote.open(server.url) as remote:  # what it has in the end is the model that was exported
             assert isinstance(remote.server, VllmServer)
             assert remote.version == STEPS
             theirs = remote._wait(remote.server.score(tokens))
-        assert gap(theirs, scorer_of(open_qwen2(tmp_path / "out"))(tokens)) < MOST_GAP
-        assert gap(theirs, scorer_of(open_qwen2(folder))(tokens)) > 10 * MOST_GAP
+        assert gap(theirs, scorer_of(open_qwen2(tmp_path / "out"))(tokens)) < MAX_GAP
+        assert gap(theirs, scorer_of(open_qwen2(folder))(tokens)) > 10 * MAX_GAP

@@ -26,7 +26,7 @@ from ascendchat.runs.console import inert
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
-class Decoder(Protocol):
+class _Decoder(Protocol):
     """What is needed of a tokenizer here."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -37,7 +37,7 @@ def colours(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def shown(tokenizer: Decoder, row: Rendered, colour: bool) -> str:
+def shown(tokenizer: _Decoder, row: Rendered, colour: bool) -> str:
     """The text of a row; what is learnt is marked. Control characters of the data are made visible."""
     begin, end = (GREEN, PLAIN) if colour else ("[[", "]]")
     parts = []
@@ -48,7 +48,7 @@ def shown(tokenizer: Decoder, row: Rendered, colour: bool) -> str:
 
 
 def preview_mixture(
-    data: Sequence[str], sources: Sequence[tuple[Rows, float]], tokenizer: Decoder, count: int, colour: bool
+    data: Sequence[str], sources: Sequence[tuple[Rows, float]], tokenizer: _Decoder, count: int, colour: bool
 ) -> Iterator[str]:
     """The first `count` rows of every entry, each behind a line that says which it is."""
     for (name, _), (rows, _) in zip(parse_mixture(data), sources):

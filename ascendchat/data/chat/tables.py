@@ -295,7 +295,7 @@ def unused_line(name: str, unused: Iterable[str]) -> str:
 
 
 @dataclass
-class Unread:
+class _Unread:
     """The rows of a file that could not be read."""
 
     name: str  # of the file
@@ -343,7 +343,7 @@ def read_rows(
 ) -> Iterator[Row]:
     """What `read_row` makes of each row of a table; rows that it cannot read are counted and left out. A UserError of
     it means columns that it does not know: those of another row may be known."""
-    unread, read_any, unknown = Unread(path.name), False, None
+    unread, read_any, unknown = _Unread(path.name), False, None
     try:
         for where, row in limit.take(entries(path)) if limit else entries(path):
             unread.rows += 1

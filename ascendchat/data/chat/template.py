@@ -39,7 +39,7 @@ SPAN_OF = {"text": None, "tool": "tool", "output": "output", "thought": None}
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class Template(Protocol):
+class _Template(Protocol):
     """How another model writes conversations: models/template.py. `thoughts`: what it calls them, if it has a place."""
 
     thoughts: str | None
@@ -260,7 +260,7 @@ def calls(content: str | Sequence[Part]) -> bool:
     return any(part["type"] in ("tool", "output") for part in content_parts(content))
 
 
-def template_of(tokenizer: Encoder) -> Template | None:
+def template_of(tokenizer: Encoder) -> _Template | None:
     return getattr(tokenizer, "template", None)
 
 

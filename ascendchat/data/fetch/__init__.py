@@ -38,7 +38,7 @@ SPARE = 64 << 20  # bytes left free on the disk
 
 
 @dataclass(frozen=True)
-class Fetched:
+class _Fetched:
     """The result of a request. `confirmed`: the source was asked whether these files are still its files."""
 
     folder: Path
@@ -88,17 +88,17 @@ def _request(word: str, files: str, shards: int | None, source: str, workers: in
     return FetchRequest(word, files, shards, source, workers, out, _set(word, source))
 
 
-def _fetch(request: FetchRequest, offline: bool, check: bool, policy: Policy) -> Fetched:
+def _fetch(request: FetchRequest, offline: bool, check: bool, policy: Policy) -> _Fetched:
     folder = request.folder
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     if not check and (have := request.complete(folder, _manifest(folder))):  # no lock: it may be shared and read-only
-        return Fetched(folder, have, False)
+        return _Fetched(folder, have, False)
     if offline and not request.from_folder:
-        return Fetched(folder, _offline(folder, request, check), False)
+        return _Fetched(folder, _offline(folder, request, check), False)
     with Lock(folder, request.dataset.name) as lock:
         have = request.complete(folder, _manifest(folder))
         if have and (not check or lock.waited):
-            return Fetched(folder, have, lock.waited)
+            return _Fetched(folder, have, lock.waited)
         return _ask_sources(folder, request, lock, policy, check, have)
 
 
@@ -143,7 +143,7 @@ def _offline(folder: Path, request: FetchRequest, check: bool) -> dict[str, str]
 
 def _ask_sources(
     folder: Path, request: FetchRequest, lock: Lock, policy: Policy, check: bool, have: dict[str, str]
-) -> Fetched:
+) -> _Fetched:
     """Ask the sources in turn. `have`: complete files from earlier, which are kept if no source answers."""
     name = request.dataset.name
     manifest = {"set": name, "source": "", "files": {}, "requests": {}, **_manifest(folder)}
@@ -152,7 +152,7 @@ def _ask_sources(
         files = copy_from(Path(request.source).expanduser(), request, folder, manifest)
         manifest["requests"][request.key] = files
         write_manifest(folder, manifest)
-        return Fetched(folder, files, True)
+        return _Fetched(folder, files, True)
     failures: list[str] = []
     servers = [(source, endpoint) for source in request.dataset.sources for endpoint in endpoints(source)]
     before = {manifest["files"][file].get("from") for file in have}
@@ -160,12 +160,12 @@ def _ask_sources(
         try:
             with Web(policy, request.workers) as web:
                 _from_source(source, endpoint, web, folder, request, manifest, check, lock)
-            return Fetched(folder, manifest["requests"][request.key], True)
+            return _Fetched(folder, manifest["requests"][request.key], True)
         except SourceFailed as error:
             failures.append(str(error))
             notify(f"{name}: {error}")
     if have and not _damaged(folder, have):
-        return Fetched(folder, have, False)
+        return _Fetched(folder, have, False)
     raise UserError(f"{name} could not be fetched: {'; '.join(dict.fromkeys(failures))}. {_advice(request)}")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ascendchat.data.read import format_of, read_documents, source_files, unpack
-from ascendchat.data.tokenizer.learn import ENOUGH_BYTES, MOST_VOCAB, vocab_for
+from ascendchat.data.tokenizer.learn import ENOUGH_BYTES, MAX_VOCAB, vocab_for
 from ascendchat.errors import UserError, home
 from ascendchat.files import check_folder
 
@@ -45,7 +45,7 @@ def first_chars(texts: Iterable[str], limit: int | None) -> Iterator[str]:
         left -= len(text)
 
 
-class Meter:
+class _Meter:
     """Counts what passes."""
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -100,7 +100,7 @@ def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path)
     if config.vocab_size is not None:
         return config.vocab_size, "from"
     if embedded(sources):
-        return MOST_VOCAB, "from"
+        return MAX_VOCAB, "from"
     texts = texts_of(sources, config.mix, config.max_chars, out)
     for path in to_learn(sources, out):
         if not path.is_file():
@@ -119,7 +119,7 @@ def train_command(config: TokenizerTrainConfig) -> int:
     check_folder(out)
     started = time.monotonic()
     size, reason = chosen_size(config, sources, out)
-    meter = Meter(texts_of(sources, config.mix, config.max_chars, out))
+    meter = _Meter(texts_of(sources, config.mix, config.max_chars, out))
     tokenizer = train_tokenizer(meter, size)
     if not meter.chars:
         raise UserError("the sources hold no text; give other files with --source")

@@ -15,8 +15,8 @@ import regex
 from ascendchat.data.tokenizer.storage import byte_letters
 
 Merge = tuple[int, int]
-LEAST_VOCAB, MOST_VOCAB = 1024, 32768
-ENOUGH_BYTES = MOST_VOCAB**2 // 2  # text from which `vocab_for` gives MOST_VOCAB: 2**29
+LEAST_VOCAB, MAX_VOCAB = 1024, 32768
+ENOUGH_BYTES = MAX_VOCAB**2 // 2  # text from which `vocab_for` gives MAX_VOCAB: 2**29
 
 
 def vocab_for(text_bytes: int) -> int:
@@ -27,7 +27,7 @@ def vocab_for(text_bytes: int) -> int:
     4,096 ids 1.5006, 8,192 ids 1.5230, 16,384 ids 1.5663, 32,768 ids 1.6419.
     """
     nearest = 2 ** (text_bytes.bit_length() // 2)  # 2**k for 2**(2k-1) <= text_bytes < 2**(2k+1), without rounding
-    return min(max(nearest, LEAST_VOCAB), MOST_VOCAB)
+    return min(max(nearest, LEAST_VOCAB), MAX_VOCAB)
 
 
 def learn(texts: Iterable[str], size: int, pattern: str) -> list[Merge]:

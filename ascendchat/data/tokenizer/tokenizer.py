@@ -26,7 +26,7 @@ import numpy as np
 import tiktoken
 
 from ascendchat.data.tokenizer import storage
-from ascendchat.data.tokenizer.learn import LONGEST_RUN, MOST_VOCAB, PATTERN, learn, segments, vocab_for
+from ascendchat.data.tokenizer.learn import LONGEST_RUN, MAX_VOCAB, PATTERN, learn, segments, vocab_for
 from ascendchat.errors import UserError
 
 __all__ = ["PATTERN", "SPECIALS", "Tokenizer", "train_tokenizer", "vocab_for"]
@@ -159,7 +159,7 @@ def _whole(ids: Iterable[int]) -> list[int]:
     return [int(number) for number in ids]  # also numpy and torch integers
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = MOST_VOCAB) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int = MAX_VOCAB) -> Tokenizer:
     """Learn a vocabulary of `vocab_size` ids, specials included; fewer when the texts hold no more repeated pairs."""
     least = BYTES + len(SPECIALS)
     if vocab_size < least:

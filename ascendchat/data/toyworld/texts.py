@@ -221,7 +221,7 @@ def documents(split: str, seed: int = 0, count: int | None = None) -> Iterator[s
 # reply reads like the texts the model has learnt from, and the value comes after the words that recall it.
 
 
-class Phrases(NamedTuple):
+class _Phrases(NamedTuple):
     """Wordings of one attribute in one language."""
 
     tell: tuple[str, ...]
@@ -229,14 +229,14 @@ class Phrases(NamedTuple):
     check: str  # a statement turned into a yes-or-no question
 
 
-def parse_phrases(table: str) -> dict[str, dict[str, Phrases]]:
+def parse_phrases(table: str) -> dict[str, dict[str, _Phrases]]:
     """attribute -> language -> wordings."""
-    phrases: dict[str, dict[str, Phrases]] = {}
+    phrases: dict[str, dict[str, _Phrases]] = {}
     for block in table.split("# ")[1:]:
         title, rest = block.split("\n", 1)
         attribute, language = title.split()
         tell, ask, check = (split_phrases(part) for part in re.split("^(?:tell|ask|check):", rest, flags=re.M)[1:])
-        phrases.setdefault(attribute, {})[language] = Phrases(tell, ask, *check)
+        phrases.setdefault(attribute, {})[language] = _Phrases(tell, ask, *check)
     return phrases
 
 
