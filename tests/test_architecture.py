@@ -36,16 +36,17 @@ TORCH_FREE = (
 ).split()
 NEEDS_TORCH = set(
     "device.npu device.npu_attention device.npu_ops device.cuda device.cuda_attention device.cuda_products device.mps "
-    "device.cpu device.accelerator doctor.collective doctor.selftest_device doctor.selftest_operators serve.terminal "
+    "device.cpu device.accelerator device.attention device.packages device.triton_attention "
+    "doctor.collective doctor.selftest_device doctor.selftest_operators serve.terminal "
     "serve.worker".split()
 )
 
 # The only modules that import an optional or heavy dependency.
 OWNERS = {
-    "torch_npu": "device nn.attention",
+    "torch_npu": "device",
     "flash_attn": "device.cuda_attention",
     "quack": "device.cuda_products",
-    "triton": "nn.triton_decoding nn.triton_training engine.gpt_step engine.sampling_kernels",
+    "triton": "device.triton_attention nn.triton_decoding nn.triton_training engine.gpt_step engine.sampling_kernels",
     "transformers": "models",
     "peft": "models",
     "bitsandbytes": "models.quantize",
@@ -72,11 +73,11 @@ OWNERS = {
 
 HARDWARE_TYPES = {"npu", "cuda", "mps"}
 # Modules that name hardware, though only chips and device should.
-NAMES_HARDWARE: set[str] = {"doctor.setup", "nn.attention", "remote.vllm_server"}
+NAMES_HARDWARE: set[str] = set()
 # Packages whose __init__ holds more than a docstring and re-exports.
 CODE_IN_INIT: set[str] = {"", "config", "data.fetch", "data.toyworld", "nn", "sandbox", "tasks"}
 # module -> private names of other files that it uses.
-FOREIGN_PRIVATE: dict[str, str] = {"engine.engine": "_steps", "nn.flash_attend": "_version", "rl.invariant": "_rope"}
+FOREIGN_PRIVATE: dict[str, str] = {"engine.engine": "_steps", "rl.invariant": "_rope"}
 # Names that several classes have which other files import.
 SAME_NAME: set[str] = set(
     (

@@ -102,7 +102,7 @@ class VLLMRemoteEngine:
         self.settings = {"api_key": api_key, "tokenizer": tokenizer, **settings}
         self.generator: Generator | None = None
         self.rejected = 0
-        self._version = 0
+        self._weights_version = 0
         self._fleet: Fleet | None = None
         self._running = threading.Event()  # cleared by pause()
         self._running.set()
@@ -117,7 +117,7 @@ class VLLMRemoteEngine:
             if not urls:
                 raise UserError("initialize() needs the addresses of servers; start one: ascendchat rollout-server")
             generator = self._fleet = Fleet.open(urls, **self.settings)
-        self.generator, self._version = generator, generator.version
+        self.generator, self._weights_version = generator, generator.version
         self._threads, self._updates = ThreadPoolExecutor(CALLS, "agenerate"), ThreadPoolExecutor(1, "weights")
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
@@ -174,16 +174,16 @@ class VLLMRemoteEngine:
             generator.load(weights, meta.version, interrupt=True)
         else:
             generator.load(weights, meta.version)
-        self._version = meta.version
+        self._weights_version = meta.version
 
     def get_version(self) -> int:
         """Of the weights that answer the next request."""
-        return self._version
+        return self._weights_version
 
     def set_version(self, version: int) -> None:
         """Another process has replaced the weights."""
         self._connected().renew(version)
-        self._version = version
+        self._weights_version = version
 
     # ---- episodes ------------------------------------------------------------------------------
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from ascendchat.chips import KINDS
 from ascendchat.config import option
+
+if TYPE_CHECKING:
+    DeviceType = str
+    VllmDevice = str
+else:
+    DeviceType = Literal[tuple(KINDS)]
+    VllmDevice = Literal[tuple(kind for kind, row in KINDS.items() if row.vllm)]
 
 
 @dataclass(frozen=True)
@@ -13,8 +21,8 @@ class DeviceConfig:
     """What every command that computes has in common."""
 
     generates = False  # whether it decodes with captured graphs, which an NPU's environment must allow
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
-    "device to use; by default $ASCENDCHAT_DEVICE, else the first found of npu, cuda, mps, cpu"
+    device_type: DeviceType | None = None
+    "device to use; by default $ASCENDCHAT_DEVICE, else the best one found"
     npu_debug: bool = False
     "slow, blocking, verbose settings that make an NPU error point at the line that caused it"
 
@@ -27,7 +35,7 @@ class DoctorConfig:
     "print one JSON object instead of a table"
     devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
     "run real collectives on this many devices, check every number and report the bandwidth"
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    device_type: DeviceType | None = None
     "device type for --devices; by default the best one found"
     watch: bool = False
     "show the devices live: use, memory, temperature, processes (Ctrl-C ends)"
@@ -45,8 +53,8 @@ class SelftestConfig:
 
     devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
     "devices for the collectives and the training; by default all that are visible (on CPU: 1)"
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
-    "device to test; by default $ASCENDCHAT_DEVICE, else the first found of npu, cuda, mps, cpu"
+    device_type: DeviceType | None = None
+    "device to test; by default $ASCENDCHAT_DEVICE, else the best one found"
     quick: bool = False
     "smaller shapes, 40 steps of training instead of 200, and no timing"
     only: tuple[str, ...] = ()
@@ -157,8 +165,8 @@ class SetupConfig:
 
     yes: bool = False
     "run the steps that pip does"
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
-    "device to install for; by default the first found of npu, cuda, mps, cpu"
+    device_type: DeviceType | None = None
+    "device to install for; by default the best one found"
     index: str = ""
     "address of the package index that pip uses, such as a mirror near you; by default as pip is configured"
     extra_index: str = ""
@@ -187,7 +195,7 @@ class LaunchConfig:
     "start the job again this many times after a failure; training resumes from its last checkpoint"
     run: str = ""
     "name of the run; its folder receives the logs of all ranks; by default the command and the time"
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    device_type: DeviceType | None = None
     "device type, passed on to the command"
     grace: float = option(30.0, least=0, most=1e6)
     "seconds that the ranks get to save and stop after SIGTERM or SIGINT"
@@ -227,7 +235,7 @@ class SpeedrunConfig:
     "name of a recipe of the package, or a YAML file with stages of your own"
     run: str = ""
     "name of the run; by default that of the recipe"
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    device_type: DeviceType | None = None
     "device for the stages that compute; by default that of the recipe's chip, else the best one found"
     devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
     "how many devices these stages use; by default as many as the recipe names"

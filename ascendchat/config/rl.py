@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
 from ascendchat.config import accept, option
+from ascendchat.config.commands import VllmDevice
 from ascendchat.config.train import ChatTrainConfig
 from ascendchat.errors import UserError, nearest
 
@@ -108,8 +109,8 @@ class RlConfig(ChatTrainConfig):
 class _VllmConfig:
     """What is said to vLLM: the keys of `vllm_config`."""
 
-    device: Literal["npu", "cuda", "cpu"] | None = option(None, also=("device_type",))
-    "device that vLLM generates on; by default the first found of npu, cuda, cpu"
+    device: VllmDevice | None = option(None, also=("device_type",))
+    "device that vLLM generates on; by default the best one found"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     "dtype of the weights; auto: that of the model"
     enforce_eager: bool = False

@@ -3,8 +3,13 @@
     device = pick(config.device_type)     # NPU > CUDA > MPS > CPU, or what the user named
     where = device.bind(local_rank)       # a torch.device
 
-A new kind of chip is one file beside this one: `why_unusable()` gives the reason why it cannot be used, or None;
-`open_device()` returns its Device.
+A new kind of chip is one row of chips.KINDS and the file that it names, which has four functions:
+
+    why_unusable(asked)      # why it cannot be used (one sentence, next step), or None
+    names()                  # of the devices that torch sees, for `ascendchat doctor`
+    open_device(options)     # its Device
+    attention_kernels()      # its own attention kernels, best first (attention.py); () without any
+
 torch is imported by `pick`, never by importing this module.
 """
 
@@ -26,7 +31,19 @@ from ascendchat.errors import UserError, nearest
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Device", "DeviceOptions", "Mark", "Memory", "Scaling", "choose_dtype", "describe", "pick"]
+    from ascendchat.device.attention import Attention
+
+__all__ = [
+    "Device",
+    "DeviceOptions",
+    "Mark",
+    "Memory",
+    "Scaling",
+    "attention_kernels",
+    "choose_dtype",
+    "describe",
+    "pick",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -146,17 +163,17 @@ DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16",
 
 def choose_dtype(chip: Chip, asked: str | None = None) -> str:
     """ "bf16", "fp16" or "fp32": what was asked if the chip can, else the best for training on this chip."""
-    fast = chip.device_type in ("npu", "cuda")  # matrix units for 16-bit numbers
+    kind = KINDS[chip.device_type]
     if not asked or asked == "auto":
-        return ("bf16" if chip.bf16 else "fp16") if fast else "fp32"
+        return ("bf16" if chip.bf16 else "fp16") if kind.half else "fp32"
     name = DTYPES.get(asked.lower())
     if name is None:
         raise UserError(f"{asked!r} is not a dtype; {nearest(asked, ['fp32', 'bf16', 'fp16'])}")
-    if name == "bf16" and not chip.bf16 and chip.device_type != "cpu":  # CPUs compute it in software
-        instead = "fp16 (with loss scaling) or fp32" if fast else "fp32"
+    if name == "bf16" and not chip.bf16 and not kind.emulates_bf16:
+        instead = "fp16 (with loss scaling) or fp32" if kind.half else "fp32"
         raise UserError(f"{chip.name} has no bf16; use {instead}: ASCENDCHAT_DTYPE={instead.split()[0]}")
-    if name == "fp16" and not fast:
-        raise UserError(f"fp16 is not used on {KINDS[chip.device_type].title}; use fp32: ASCENDCHAT_DTYPE=fp32")
+    if name == "fp16" and not kind.half:
+        raise UserError(f"fp16 is not used on {kind.title}; use fp32: ASCENDCHAT_DTYPE=fp32")
     return name
 
 
@@ -171,7 +188,7 @@ def pick(device_type: str | None = None, *, dtype: str | None = None, compiled: 
     )
     _import_torch()
     for name in [asked] if asked else list(KINDS):
-        module = importlib.import_module(f"ascendchat.device.{name}")
+        module = importlib.import_module(KINDS[name].module)
         problem = module.why_unusable(asked is not None)
         if problem is None:
             device: Device = module.open_device(options)
@@ -181,9 +198,17 @@ def pick(device_type: str | None = None, *, dtype: str | None = None, compiled: 
     raise UserError(problem)
 
 
+def attention_kernels(device_type: str) -> Sequence[Attention]:
+    """The attention kernels that this type of device offers, best first; nn/attention.py chooses."""
+    if device_type not in KINDS:  # tensors of another program
+        return ()
+    offered: Sequence[Attention] = importlib.import_module(KINDS[device_type].module).attention_kernels()
+    return offered
+
+
 def _expected(device_type: str) -> bool:
     """Whether the machine looks as if it had this device, so that going on without it must be said."""
-    return "torch_npu" in sys.modules if device_type == "npu" else device_type == "cuda" and look().nvidia
+    return "torch_npu" in sys.modules if KINDS[device_type].cann else look().has(device_type)
 
 
 def _compile_wanted() -> bool | None:
@@ -209,6 +234,6 @@ def describe(device: Device) -> str:
     """One line for the start of a run: what was picked and what it can do."""
     chip = device.chip
     parts = [f"{device.type}: {chip.name}", str(device.dtype).removeprefix("torch."), f"{chip.memory / 2**30:.1f} GiB"]
-    parts += [f"{device.count()} visible"] if device.type in ("npu", "cuda") else []
+    parts += [f"{device.count()} visible"] if KINDS[device.type].visible else []
     parts += ["compiled" if device.compiles else "eager", device.collective]
     return ", ".join(parts) + ("" if chip.known else f" ({chip.source})")

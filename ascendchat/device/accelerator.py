@@ -217,8 +217,8 @@ def current_chip(api: Any, device_type: str) -> Chip:
 
 def usable_types() -> str:
     """The device types that are there, for sentences about one that is not."""
-    there = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()]
-    return ", ".join([*there, "cpu"])
+    apis = {kind: getattr(torch, kind, None) for kind, row in KINDS.items() if not row.cann and kind != "cpu"}
+    return ", ".join([*(kind for kind, api in apis.items() if api and api.is_available()), "cpu"])
 
 
 # torch.compile whose result later processes find, for every device that compiles.

@@ -17,6 +17,7 @@ import torch
 from ascendchat.chips import KINDS, this_cpu
 from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
 from ascendchat.device.accelerator import compiled, torch_trace
+from ascendchat.device.attention import Attention
 
 
 def why_unusable(asked: bool) -> str | None:
@@ -24,9 +25,19 @@ def why_unusable(asked: bool) -> str | None:
     return None
 
 
+def names() -> list[str]:
+    """The one CPU."""
+    return [platform.machine()]
+
+
 def open_device(options: DeviceOptions) -> CPU:
     """The CPU of this machine."""
     return CPU(options)
+
+
+def attention_kernels() -> Sequence[Attention]:
+    """The generic ones are enough."""
+    return ()
 
 
 def prefer_plain_products() -> None:

@@ -59,22 +59,14 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # "0": `import torch` leaves torch_n
 INSTALL_NPU = install_command("npu")
 SOURCE_CANN = "source /usr/local/Ascend/cann/set_env.sh (or /usr/local/Ascend/ascend-toolkit/set_env.sh)"
 
-NPU_TRAINING = {
-    "TASK_QUEUE_ENABLE": "2",  # launches and workspace of operators each get their own host thread
-    "CPU_AFFINITY_CONF": "1",  # bind host threads to the cores near their NPU
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # less fragmentation
-    "HCCL_CONNECT_TIMEOUT": "600",  # seconds; 120, the default, is short when ranks load data at different speeds
-}
-NPU_GENERATING = {**NPU_TRAINING, "TASK_QUEUE_ENABLE": "1"}  # torch_npu captures no graph in mode 2
 NPU_DEBUG = {
-    **NPU_TRAINING,
+    **KINDS["npu"].environment,
     "ASCEND_LAUNCH_BLOCKING": "1",  # the Python line that fails is the line that is shown
     "TASK_QUEUE_ENABLE": "0",
     "ASCEND_GLOBAL_LOG_LEVEL": "1",  # info, written to $ASCEND_PROCESS_LOG_PATH or ~/ascend/log
     "ASCEND_GLOBAL_EVENT_ENABLE": "1",
     "TORCH_HCCL_DESYNC_DEBUG": "1",  # a hung collective names the ranks that differ
 }
-CUDA_TRAINING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK_ID", "RANK_SIZE")
 PLACE = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 PLACE_OF_JOB = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_", "SLURM_", "PET_", "MA_NUM_", "VC_")  # how they begin
@@ -91,10 +83,14 @@ class MachineFacts:
     nodes: tuple[str, ...]  # /dev/davinci0 ...
     nvidia: bool  # an NVIDIA driver is loaded
 
+    def has(self, device_type: str) -> bool:
+        """Whether devices of this type are here, as far as that can be seen without torch."""
+        return {"npu": bool(self.nodes) or (self.cann and self.driver), "cuda": self.nvidia}.get(device_type, False)
+
     def may_have(self, device_type: str) -> bool:
         """Whether it is worth asking torch for numbered devices of this type."""
-        found = {"npu": self.torch_npu and self.cann and self.driver, "cuda": self.nvidia}
-        return found.get(device_type, False)
+        seen = {"npu": self.torch_npu and self.cann and self.driver, "cuda": self.nvidia}
+        return seen.get(device_type, bool(KINDS[device_type].visible))
 
 
 @dataclass(frozen=True)
@@ -167,16 +163,16 @@ def prepare_environment(
     warnings: list[str] = []
     profile: dict[str, str] = {}
     npu = _npu_expected(asked, seen, environ, warnings)
+    kind = "npu" if npu else asked or ("cuda" if seen.nvidia else "cpu")
+    profile |= KINDS[kind].environment | (KINDS[kind].generating if generates else {})
     if npu:
-        profile |= NPU_DEBUG if debug else NPU_GENERATING if generates else NPU_TRAINING
+        profile |= NPU_DEBUG if debug else {}
         general = environ.get("PYTORCH_ALLOC_CONF")
         if general is not None and environ.get("PYTORCH_NPU_ALLOC_CONF", general) != general:
             raise UserError(
                 "PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set, and torch_npu stops when they are; "
                 "unset one of them: unset PYTORCH_NPU_ALLOC_CONF"
             )
-    elif asked == "cuda" or (asked is None and seen.nvidia):
-        profile |= CUDA_TRAINING
     if not (npu and seen.cann and seen.driver):
         # `import torch` must not fail over a torch_npu that cannot load. device/npu.py imports it by name when an NPU
         # was asked for, and turns a failure into one sentence.
@@ -203,7 +199,8 @@ def prepare_environment(
 def without_own_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a process that prepares its own: without what a profile here may have set, and without the
     place of this process among its ranks and of this machine in its job, as torchrun or a scheduler told it."""
-    profiles = [*NPU_TRAINING.items(), *NPU_GENERATING.items(), *NPU_DEBUG.items(), *CUDA_TRAINING.items()]
+    profiles = [setting for row in KINDS.values() for setting in (*row.environment.items(), *row.generating.items())]
+    profiles += NPU_DEBUG.items()
     return {
         name: value
         for name, value in environ.items()

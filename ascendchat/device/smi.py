@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from ascendchat.chips import MIB
+from ascendchat.chips import KINDS, MIB
 
-VENDOR_TOOLS = ("npu-smi", "nvidia-smi")
+VENDOR_TOOLS = tuple(kind.tool for kind in KINDS.values() if kind.tool)
 # The driver installs npu-smi into folders that are not on everybody's PATH.
 EXTRA_PATH = ("/usr/local/bin", "/usr/local/sbin")
 TIMEOUT = 15.0  # seconds; npu-smi needs about one per four cards
@@ -110,7 +110,10 @@ def read(tool: str | None = None, timeout: float = TIMEOUT) -> Readings | Proble
     readers = {"npu-smi": _read_npu, "nvidia-smi": _read_nvidia}
     problems = []
     for name in VENDOR_TOOLS if tool is None else (tool,):
-        outcome = readers[name](timeout)
+        reader = readers.get(name)
+        outcome = (
+            reader(timeout) if reader else Problem(f"{name} is a tool that cannot be read here", name, missing=True)
+        )
         if isinstance(outcome, Readings):
             return outcome
         problems.append(outcome)

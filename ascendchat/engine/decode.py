@@ -23,7 +23,7 @@ from ascendchat.engine.padding import padded_length, stack, to_device
 from ascendchat.engine.prefix import Copy
 from ascendchat.engine.request import Request, Sampling
 from ascendchat.engine.sampling import Mode, Settings, columns, likeliest_tokens, sample, settings_row
-from ascendchat.nn.attention import Attention, Flash
+from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.logprobs import Float32Readout, Readout
 from ascendchat.nn.model import LanguageModel
@@ -414,7 +414,7 @@ class _Fused(Protocol):
 def fused_step(decoder: Decoder) -> _Fused | None:
     """Our own model, on a chip with Triton, and logits as they come."""
     kernel, model, cache = decoder.kernel, decoder.model, decoder.cache
-    if not (isinstance(kernel, Flash) and kernel.triton and isinstance(model, GPT)):
+    if not (kernel.triton and isinstance(model, GPT)):
         return None
     if type(decoder.readout) not in (Readout, Float32Readout):
         return None

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ascendchat.device import cuda_attention, npu_attention
+from ascendchat.device.npu_attention import causal_mask
 from ascendchat.errors import UserError
 from ascendchat.nn import flash_plain as plain
-from ascendchat.nn.attention import causal_mask, choose
+from ascendchat.nn.attention import choose
 from ascendchat.nn.flash_plain import Rule
 
 Found = Tensor | tuple[Tensor, ...]
@@ -129,15 +131,11 @@ def _seeing_rows(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, T
     """Every query sees a key."""
     name = kernel_for(q, rule)
     if name == NPU:
-        from ascendchat.device import npu_attention
-
         limits = (rule.left, rule.right, rule.scale, rule.dropout, rule.lse)
         return npu_attention.dense(q, k, v, causal_mask(q.device), *limits)
     if name == TORCH:
-        from ascendchat.nn.attention import banded
-
         q, k, v = (_last_dim_dense(x) for x in (q, k, v))
-        return banded(q, k, v, None, None, q.size(1), k.size(1), rule.left, rule.right, rule.scale)
+        return cuda_attention.banded(q, k, v, None, None, q.size(1), k.size(1), rule.left, rule.right, rule.scale)
     return plain.dense(q, k, v, rule, formula=name in FINITE)
 
 
@@ -257,8 +255,6 @@ def _seeing_sequences_npu(
     q: Tensor, k: Tensor, v: Tensor, lengths: Any, keys: Any, rule: Rule
 ) -> tuple[Tensor, Tensor | None]:
     """In calls of as many sequences as one takes."""
-    from ascendchat.device import npu_attention
-
     rule = rule.for_lengths(int(lengths.max()), int(keys.max()))
     limits = (rule.left, rule.right, rule.scale, rule.dropout, rule.lse)
     outs, lses, most = [], [], npu_attention.MAX_SEQUENCES
@@ -309,14 +305,12 @@ def flash_attn_varlen_func(
     if block_table is not None:
         k, v = read_pages(k, v, block_table, np.diff(on_host(cu_seqlens_k)))
     if kernel_for(q, rule) == TORCH and q.numel() and k.numel():
-        from ascendchat.nn.attention import banded
-
         q, k, v = (_last_dim_dense(x) for x in (q, k, v))
         longest = int(max_seqlen_q)
         if q.size(0) != cu_seqlens_q.numel() - 1:  # told 1, the kernel takes every sequence to have one query
             longest = max(longest, 2)
         bounds = (cu_seqlens_q.int(), cu_seqlens_k.int(), longest, int(max_seqlen_k))
-        return _result(*banded(q, k, v, *bounds, rule.left, rule.right, rule.scale), return_attn_probs)
+        return _result(*cuda_attention.banded(q, k, v, *bounds, rule.left, rule.right, rule.scale), return_attn_probs)
     q_bounds = _bounds("cu_seqlens_q", cu_seqlens_q, q.size(0))
     k_bounds = _bounds("cu_seqlens_k", cu_seqlens_k, k.size(0))
     if len(q_bounds) != len(k_bounds):
@@ -532,7 +526,7 @@ def _attend(q: Tensor, cached: _Cached, rule: Rule) -> tuple[Tensor, Tensor | No
     free = rule.left < 0 and rule.right < 0 and leftpad is None
     dense = all(x.stride() == k.stride() and x.stride(2) == x.size(3) and x.stride(3) == 1 for x in (k, v))
     if name == TORCH and TRITON and queries == 1 and free and dense and not rule.lse:
-        from ascendchat.nn.triton_decoding import one_query
+        from ascendchat.device.triton_attention import one_query
 
         return one_query(q, k, v, totals, rule.scale).masked_fill((totals == 0)[:, None, None, None], 0), None
     whole = leftpad is None and cached.held is not None and min(cached.held) == longest
@@ -542,8 +536,6 @@ def _attend(q: Tensor, cached: _Cached, rule: Rule) -> tuple[Tensor, Tensor | No
 def _attend_npu(q: Tensor, cached: _Cached, rule: Rule) -> tuple[Tensor, Tensor | None] | None:
     """By the incremental kernel, or None where it has no way. It wants rows that begin at 0, and takes no window for
     one query: then the keys in sight are copied."""
-    from ascendchat.device import npu_attention
-
     queries, held, k, v, table = q.size(1), cached.held, cached.k, cached.v, cached.table
     assert held is not None, "known for NPUs"
     if not npu_attention.can_cache(q, k.size(2)):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ascendchat.chips import KINDS, Chip
 from ascendchat.errors import UserError, nearest
-from ascendchat.sizes.memory import FP32, HEAD_CHUNK_BYTES, TRAITS, compute_bytes, kernel_buffers, outside
+from ascendchat.sizes.memory import FP32, HEAD_CHUNK_BYTES, compute_bytes, kernel_buffers, outside
 
 FINETUNE_ROWS = 64  # rows per step when an existing model is fine-tuned and no total is given
 
@@ -249,7 +249,7 @@ def from_config(values: dict[str, Any], seq_len: int) -> HFModel:
 def finetuning_activations(model: HFModel, chip: Chip, rows: int, checkpointing: bool) -> int:
     """As for our own model; a gated MLP keeps gate, its activation, the other half and their product, and a norm with
     weights keeps its input in fp32."""
-    tokens, size, traits = rows * model.seq_len, compute_bytes(chip), TRAITS[chip.device_type]
+    tokens, size, traits = rows * model.seq_len, compute_bytes(chip), KINDS[chip.device_type].memory
     dense = (model.depth - model.sparse_layers) * 4 * model.mlp_dim
     sparse = model.sparse_layers * (
         4 * (model.active_experts * model.expert_dim + model.shared_dim) + 2 * model.active_experts * model.dim

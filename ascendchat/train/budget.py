@@ -15,15 +15,14 @@ from dataclasses import replace
 import torch
 
 from ascendchat.checkpoint import Checkpoint
-from ascendchat.chips import Chip
+from ascendchat.chips import KINDS, Chip
 from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import Batches
-from ascendchat.device import Device
 from ascendchat.errors import UserError
 from ascendchat.parallel import collectives
-from ascendchat.sizes.batch import MFU, MIN_STEPS, Split, batch_for, horizon, optimizer_tokens
+from ascendchat.sizes.batch import MIN_STEPS, Split, batch_for, horizon, optimizer_tokens
 from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.shape import Shape
 from ascendchat.train.loop import until_it_fits
@@ -62,9 +61,10 @@ def horizon_of(config: BaseConfig, shape: Shape) -> int:
     return config.tokens or horizon(shape, config.target_param_data_ratio)
 
 
-def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, total: int) -> tuple[Split, int]:
+def steps_of(config: BaseConfig, shape: Shape, learner: Learner, tokens: int, total: int) -> tuple[Split, int]:
     """How the devices share `total` tokens a step, unless another batch was asked for, and the steps over `tokens`."""
-    split = share_out(config, shape, device, config.total_batch_size or total)
+    total = config.total_batch_size or total
+    split = share_out(config, shape, learner.device, total, packaged=learner.packaged)
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 
@@ -93,7 +93,7 @@ def passes(corpora: Corpora, tokens: int) -> float:
 def expected_horizon(config: BaseConfig, shape: Shape, chip: Chip) -> int:
     """Tokens that fit in --minutes by the chip's data sheet."""
     speed, world = (
-        chip.flops * MFU[chip.device_type] * (FP8_GAIN if config.fp8 and chip.fp8 else 1.0),
+        chip.flops * KINDS[chip.device_type].mfu * (FP8_GAIN if config.fp8 and chip.fp8 else 1.0),
         collectives.world(),
     )
     chips = world.nodes if chip.device_type == "cpu" else world.size  # ranks of a machine share its cores
@@ -195,7 +195,7 @@ def plan_run(
     """Batch and steps: from the flags, or from the speed that was measured for --minutes."""
     shape, device = learner.model.shape, learner.device
     tokens = horizon_of(config, shape)
-    split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
+    split, steps = steps_of(config, shape, learner, tokens, batch_for(tokens, shape.seq_len))
     if config.minutes is None:
         return split, steps
     given = split.total if config.total_batch_size or config.gradient_accumulation_steps else None
@@ -206,8 +206,8 @@ def plan_run(
         told = corpora, shape.seq_len, optimizer_tokens(shape), given
         if given is None:
             tokens, total = timed(expected_horizon(config, shape, device.chip), *told)
-            split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
+            split, _ = steps_of(config, shape, learner, tokens, total)  # likely that of the run: compiled only once
         tokens, total = timed(measured_horizon(config, learner, corpora, split, say), *told)
     if given is None:
-        return steps_of(config, shape, device, tokens, total)
+        return steps_of(config, shape, learner, tokens, total)
     return split, config.num_iterations or max(1, round(tokens / given))

@@ -21,7 +21,6 @@ from ascendchat.data.chat.preview import colours, preview_mixture
 from ascendchat.data.chat.template import render_prompt
 from ascendchat.data.mixture import Batches, absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.device import Device
 from ascendchat.engine.request import Sampling, prompt_room
 from ascendchat.models.open import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.models.trained import HFSource
@@ -109,12 +108,12 @@ class ChatStage(RowStage):
         self.optimizer.load(read if warm else only_weights(read), updates_of(self.origin) if warm else 0)
 
 
-def batch_and_steps(config: ChatTrainConfig, shape: Shape, device: Device, rows: int) -> tuple[Split, int]:
+def batch_and_steps(config: ChatTrainConfig, shape: Shape, learner: Learner, rows: int) -> tuple[Split, int]:
     """Batch and steps: `epochs` over all rows."""
     total = config.total_batch_size or batch_for(int(rows * shape.seq_len * config.epochs), shape.seq_len)
     if config.target_examples_per_step:
         total = config.target_examples_per_step * shape.seq_len
-    split = share_out(config, shape, device, total)
+    split = share_out(config, shape, learner.device, total, packaged=learner.packaged)
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
@@ -144,7 +143,7 @@ def run_stage(config: ChatTrainConfig, name: StageName) -> int:
                 say(text)
             return 0
         learner = build(config, shape, here)  # before the batch is planned: it knows what is kept
-        split, steps = batch_and_steps(config, shape, here.device, mixture.per_epoch)
+        split, steps = batch_and_steps(config, shape, learner, mixture.per_epoch)
         stage = ChatStage(name, learner, split, steps, mixture, tokenizer, config, origin)
         if not saved:
             stage.begin(config.warm_start)

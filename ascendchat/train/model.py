@@ -6,7 +6,7 @@ learner.loss(batch, weight).backward()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Generic, TypeVar
@@ -22,7 +22,7 @@ from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import Batch
 from ascendchat.device import Device
 from ascendchat.errors import UserError
-from ascendchat.nn.attention import Attention, Flash, choose
+from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.documents import Documents, documents
 from ascendchat.nn.fp8 import Fp8Head, Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps
@@ -71,7 +71,7 @@ class Learner(Generic[_Model]):
         """What packages compute here that a user may have installed or not."""
         ops, kernel = getattr(self.model, "ops", None), self.kernel
         used = {
-            "attention": isinstance(kernel, Flash) and kernel.packaged >= self.model.shape.head_dim,
+            "attention": kernel.packaged >= self.model.shape.head_dim,
             "mlp": isinstance(ops, PlainOps) and ops.whole_mlp is not None,
         }
         return [part for part in used if used[part]]
@@ -150,7 +150,6 @@ def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -
     mlp, said = device.packaged_mlp(shape.dim, shape.mlp_dim) if packaged else (None, None)
     if said:
         here.say(said)
-    device.chip = replace(device.chip, fused_mlp=mlp is not None)  # for the memory plan
     return device.operators() or PlainOps(heads, mlp)
 
 
@@ -178,11 +177,8 @@ def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = T
 
 def say_package(learner: Learner, here: Context) -> None:
     """Whether rows are read by a package that the user has installed for that, and if not, why."""
-    if isinstance(learner.kernel, Flash):
-        from ascendchat.device.cuda_attention import notice
-
-        if said := notice(learner.place, learner.model.shape.head_dim):
-            here.say(said)
+    if said := learner.kernel.notice(learner.model.shape.head_dim):
+        here.say(said)
 
 
 def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
@@ -224,12 +220,12 @@ def pays(learner: Learner, rows: int) -> bool:
     if not able or not isinstance(model, GPT) or collectives.world().size > 1:
         return False
     same = not learner.by_document and not model.dropout and not device.scaling.needed
-    return same and short(model.shape, device.chip, rows, model.checkpoint_activations)
+    return same and short(model.shape, device.chip, rows, model.checkpoint_activations, learner.packaged)
 
 
-def short(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> bool:
+def short(shape: Shape, chip: Chip, rows: int, checkpointing: bool, packaged: Collection[str] = ()) -> bool:
     """By time at the chip's peak, and by room."""
-    held = training(shape, chip, 1, rows, checkpointing)
+    held = training(shape, chip, 1, rows, checkpointing, packaged)
     twice = sum(held.values()) + held["activations"] + held["logits"] + held["workspace"]
     seconds = rows * shape.seq_len * shape.train_flops_per_token / chip.peak if chip.peak else SHORT
     return seconds < SHORT and twice <= usable(chip)

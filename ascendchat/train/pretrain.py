@@ -74,6 +74,7 @@ class BaseStage(RowStage):
             collectives.world().size,
             split.rows,
             config.activation_checkpointing,
+            learner.packaged,
         )
         self.planned: Split | None = split  # None: not even that fits
         self.roomy = mean_on_device(*held) > 0  # not with a smaller one: then the plan counted too little

@@ -6,7 +6,7 @@ stage = BaseStage(learner, split, steps, ...)                    # pretrain.py; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,17 @@ from ascendchat.train.start import kept, learning_rate, most_rows
 SAMPLE_TOKENS = 24
 
 
-def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total: int, beside: int = 0) -> Split:
-    """How the devices share `total` tokens a step; `beside`: bytes of each that something else needs. Without a total
-    from the user, rows per device and micro-batches are the total where both are given."""
+def share_out(
+    config: TrainConfig,
+    shape: Shape | HFShape,
+    device: Device,
+    total: int,
+    beside: int = 0,
+    packaged: Collection[str] = (),
+) -> Split:
+    """How the devices share `total` tokens a step; `beside`: bytes of each that something else needs; `packaged`: as
+    Learner.packaged. Without a total from the user, rows per device and micro-batches are the total where both are
+    given."""
     fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, collectives.world().size
     asked, examples = config.gradient_accumulation_steps, getattr(config, "target_examples_per_step", None)
     if examples and config.total_batch_size:
@@ -56,7 +64,8 @@ def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total
         rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, beside=beside, **kept(config))
         split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
     else:
-        split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing, beside=beside)
+        known: Any = {"checkpointing": checkpointing, "beside": beside, "packaged": packaged}
+        split = fit_split(shape, device.chip, size, total, rows=fixed, **known)
     if asked is not None and free:
         return replace(split, accumulation=asked)
     if asked is not None and asked != split.accumulation:

@@ -33,6 +33,10 @@ PARTS = {
     "ValueError": ["data.read", *(f"data.chat.{name}" for name in ("formats", "turns", "pairs", "tables", "template"))],
 }
 PARTS["ValueError"] += ["tasks.choice", "tasks.files", "tasks.gsm8k"]
+# Methods that are called in one module and defined in others: those begin like this.
+DEFINED_IN = {
+    "refusal": ("ascendchat.device.attention", "ascendchat.device.cuda_attention", "ascendchat.device.npu_att")
+}
 TEXT = ("str", "str | None")  # what a function that gives text is annotated with
 
 
@@ -95,7 +99,8 @@ class Collector:
         if isinstance(call.func, ast.Attribute) and base in module.imported:
             place = ".".join(module.imported[base])
         elif isinstance(call.func, ast.Attribute):  # a method, or a function of a module chosen at run time
-            near = [m for m in self.modules.values() if m.name.startswith(module.name)]
+            prefixes = (module.name, *DEFINED_IN.get(name, ()))
+            near = [m for m in self.modules.values() if m.name.startswith(prefixes)]
             return [(m, function) for m in near for function in m.functions.get(name, [])]
         for _ in range(4):  # a package hands on what its files define
             there = self.modules.get(place)

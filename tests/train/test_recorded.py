@@ -17,7 +17,8 @@ from ascendchat.cli import main
 from ascendchat.data.loader import MicroBatch
 from ascendchat.device import DeviceOptions, Scaling, pick
 from ascendchat.device.cpu import CPU
-from ascendchat.nn.attention import Flash, Reference
+from ascendchat.device.cuda_attention import Flash
+from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT
 from ascendchat.parallel.collectives import World
 from ascendchat.sizes import schedule
