@@ -182,6 +182,7 @@ class Group:
         self.rank, self.timeout = rank, timedelta(seconds=timeout)
         self._store: Any = store
         place = torch_dist.PrefixStore(name, store)
+        # torch has public ways to groups within the default one only; this stands beside it, as vLLM's own does.
         if backend == "gloo":
             options: Any = torch_dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [torch_dist.ProcessGroupGloo.create_device(hostname=own)]
