@@ -59,7 +59,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What fp16 needs. `overflow`: how `overflowed` notices it, by "inf" in the gradients or by a hardware "flag"."""
+    """Loss scaling that fp16 needs. `overflow`: how `overflowed` notices it, by "inf" in the gradients or by a hardware
+    "flag"."""
 
     needed: bool
     overflow: Literal["none", "inf", "flag"]
@@ -67,7 +68,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What the user may ask of a device; None leaves the choice to the chip."""
+    """Settings that the user may give; None leaves the choice to the chip."""
 
     dtype: str | None = None
     compiled: bool | None = None
@@ -81,7 +82,7 @@ class Mark(Protocol):
 
 
 class Device(Protocol):
-    """Everything the rest of the code may know about hardware."""
+    """Interface to the hardware: nothing else in the code knows which chip it runs on."""
 
     type: str  # "npu" | "cuda" | "mps" | "cpu"
     collective: str  # backend of torch.distributed
@@ -90,7 +91,7 @@ class Device(Protocol):
     pin: bool  # host memory can be pinned for asynchronous copies
     compiles: bool  # whether `compile` compiles
     triton: bool  # whether our own Triton kernels run here
-    records_training: bool  # whether a pass with its gradient can be recorded (graph)
+    records_training: bool  # whether a pass with its gradient can be captured (graph)
     narrow_cache: bool  # whether keys and values can be kept in 8 bits
 
     def count(self) -> int:
@@ -103,10 +104,10 @@ class Device(Protocol):
         """Seed the generators of the host and of the device."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device has finished its queue."""
 
     def responds(self) -> bool:
-        """Whether the device still computes: out of memory may leave one that does nothing, without an error."""
+        """Test that the device still computes: out of memory may leave one that does nothing, without an error."""
 
     def software(self) -> dict[str, str]:
         """Versions of what stands between torch and the chip, by name."""
@@ -124,7 +125,7 @@ class Device(Protocol):
         """Start a new peak."""
 
     def release(self) -> None:
-        """Give memory that nobody uses back to the driver, also what only holds itself: parts of an engine do."""
+        """Give unused memory back to the driver, reference cycles (an engine has some) included."""
 
     def compile(self, fn: F, **options: Any) -> F:
         """torch.compile where that is sound and wanted; `fn` itself elsewhere."""
@@ -132,30 +133,30 @@ class Device(Protocol):
     def graph(
         self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None
     ) -> Callable[..., Any]:
-        """Record `fn(*static_inputs)` once and replay it on each call, without its launches; `fn` itself where the
-        chip cannot. `fn` runs several times during recording, its shapes must not change, and each call overwrites
-        the outputs of the one before. `updates`: asked before each replay for the host arguments of the operators that
-        have some, one dict for each of them in their order."""
+        """Capture `fn(*static_inputs)` once and replay it on each call, without its launches; `fn` itself where the
+        chip cannot. `fn` runs several times during the capture, its shapes must not change, and each replay overwrites
+        the outputs of the one before. `updates` is called before each replay for the host arguments of the operators
+        that have some: one dict for each operator, in their order."""
 
     def trace(self, folder: Path) -> Callable[[], Path]:
         """Start the profiler; the result stops it and returns the Chrome trace that it wrote into `folder`."""
 
     def operators(self) -> Any | None:
-        """The operators of a block that this chip fuses (nn.gpt.Ops); None where plain torch is best."""
+        """Fused operators of a transformer block (nn.gpt.Ops); None where plain torch is best."""
 
     def packaged_mlp(self, *sizes: int) -> tuple[Callable[..., torch.Tensor] | None, str | None]:
-        """The MLP with its gradient (nn.gpt.Mlp) by a package that is installed, for layers of these sizes; and what
-        to tell the user of it, if there is one."""
+        """The MLP with its gradient (nn.gpt.Mlp) by an optional package, for layers of these sizes, or None; and a
+        sentence for the user about the package, or None without one."""
 
     @property
     def scaling(self) -> Scaling:
-        """Whether the loss must be scaled, and how overflow shows."""
+        """Loss scaling for the compute dtype."""
 
     def clear_overflow(self) -> None:
-        """Forget earlier overflow; call before each backward pass when scaling is needed."""
+        """Clear the overflow flag; call before each backward pass when scaling is needed."""
 
     def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether the backward pass overflowed on this device (waits for it)."""
+        """True if the backward pass overflowed on this device; waits for it."""
 
 
 DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
@@ -207,7 +208,7 @@ def attention_kernels(device_type: str) -> Sequence[Attention]:
 
 
 def _expected(device_type: str) -> bool:
-    """Whether the machine looks as if it had this device, so that going on without it must be said."""
+    """True if the machine looks as if it had this device: then a run on another one says so."""
     return "torch_npu" in sys.modules if KINDS[device_type].cann else look().has(device_type)
 
 
@@ -231,7 +232,7 @@ def _import_torch() -> None:
 
 
 def describe(device: Device) -> str:
-    """One line for the start of a run: what was picked and what it can do."""
+    """One line for the start of a run: device, dtype, memory, how it computes."""
     chip = device.chip
     parts = [f"{device.type}: {chip.name}", str(device.dtype).removeprefix("torch."), f"{chip.memory / 2**30:.1f} GiB"]
     parts += [f"{device.count()} visible"] if KINDS[device.type].visible else []

@@ -1,4 +1,4 @@
-"""What NPU and CUDA devices share: torch.npu and torch.cuda have the same functions, `api` is one of the two.
+"""Shared code of devices with a torch.NAME module: torch.npu and torch.cuda have the same functions; `api` is one.
 
 npu.py and cuda.py hold what differs: how the device is found, compiling, graphs, overflow.
 """
@@ -35,7 +35,7 @@ WARM_UPS = 3  # runs before a capture: allocator and libraries settle
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """While a graph is captured: an old graph that is found to be garbage then, and freed, ends the capture."""
+    """Turn the collector off while a graph is captured: freeing an old graph would end the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -98,11 +98,11 @@ class Accelerator:
         self.api.manual_seed_all(n)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device has finished its queue."""
         self.api.synchronize()
 
     def responds(self) -> bool:
-        """A number that nobody could know in advance, and a sum of it that the host checks."""
+        """Let the device add random numbers, and check the sum on the host."""
         drawn = secrets.randbelow(2**16)
         try:
             total = torch.full((64,), float(drawn), device=self.type).add_(1.0).sum()
@@ -111,7 +111,7 @@ class Accelerator:
             return False
 
     def software(self) -> dict[str, str]:
-        """Nothing that torch does not bring."""
+        """None besides torch."""
         return {}
 
     def event(self) -> EventMark:
@@ -139,7 +139,7 @@ class Accelerator:
         self.api.reset_peak_memory_stats()
 
     def release(self) -> None:
-        """Give memory that nobody uses back to the driver; see Device.release."""
+        """Give unused memory back to the driver."""
         gc.collect()
         self.api.empty_cache()
 
@@ -150,7 +150,7 @@ class Accelerator:
     def graph(
         self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None
     ) -> Callable[..., Any]:
-        """Record `fn` once and replay it; see Device.graph."""
+        """Capture `fn` once and replay it; see Device.graph."""
         if not self.chip.graphs:
             return fn
         assert updates is None, "no operator here has arguments on the host"
@@ -187,7 +187,7 @@ class Accelerator:
         return None
 
     def packaged_mlp(self, *sizes: int) -> tuple[Callable[..., torch.Tensor] | None, str | None]:
-        """No package is known."""
+        """There is no such package."""
         return None, None
 
     @property
@@ -197,15 +197,15 @@ class Accelerator:
         return Scaling(needed, ("flag" if self.saturates else "inf") if needed else "none")
 
     def clear_overflow(self) -> None:
-        """Nothing to forget: overflow is seen in the gradients themselves."""
+        """There is no flag: overflow is seen in the gradients."""
 
     def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether any gradient is inf or nan: one wait for all of them."""
+        """True if any gradient is inf or nan; one wait for all of them."""
         return bool(grads) and not bool(torch.stack([grad.isfinite().all() for grad in grads]).all())
 
 
 def current_chip(api: Any, device_type: str) -> Chip:
-    """The chip of this process's device. The device is chosen first: asking about device 0 from every rank would make
+    """Facts about the chip of this process. Its device is set first: asking about device 0 from every rank would make
     every rank hold memory there."""
     rank = os.environ.get("LOCAL_RANK", "0")
     api.set_device(int(rank) if rank.isdigit() and int(rank) < api.device_count() else 0)
@@ -216,7 +216,7 @@ def current_chip(api: Any, device_type: str) -> Chip:
 
 
 def usable_types() -> str:
-    """The device types that are there, for sentences about one that is not."""
+    """The device types of this machine, for sentences about one that is missing."""
     apis = {kind: getattr(torch, kind, None) for kind, row in KINDS.items() if not row.cann and kind != "cpu"}
     return ", ".join([*(kind for kind, api in apis.items() if api and api.is_available()), "cpu"])
 
@@ -242,8 +242,8 @@ def keep(variable: str, part: str) -> None:
 
 
 def serves(folder: Path) -> bool:
-    """Whether a compiler can work in this folder, which is made: it is ours alone, since what lies there is run; there
-    is room; and torch can name it to the C++ compiler, whose command it splits as a shell does."""
+    """Make the folder and test that a compiler can work in it: it is ours alone, since what lies there is run; there is
+    room; and torch can name it to the C++ compiler, whose command it splits as a shell does."""
     try:
         if shlex.split(str(folder)) != [str(folder)]:
             return False
@@ -257,15 +257,15 @@ def serves(folder: Path) -> bool:
 
 @cache
 def version() -> str:
-    """Of the code of our operators: the release, and what was changed in it since."""
-    package, found = Path(__file__).parent.parent, hashlib.sha256()
+    """Version of our operators: the release and a hash of their source."""
+    package, digest = Path(__file__).parent.parent, hashlib.sha256()
     for path in sorted(path for name in OPERATORS for path in (package / name).glob("*.py")):
-        found.update(path.read_bytes())
-    return f"ascendchat {__version__} {found.hexdigest()[:16]}"
+        digest.update(path.read_bytes())
+    return f"ascendchat {__version__} {digest.hexdigest()[:16]}"
 
 
 def compiled(fn: Compiled, **options: Any) -> Compiled:
-    """torch.compile, found again by later processes.
+    """torch.compile with a cache that later processes find.
 
     torch does not keep the gradients of functions that write theirs out themselves, unless told to: what they compute
     is part of the key. Depth 4 on a CPU, found again: 9 s instead of 24. Of an operator of ours only the name is part
@@ -274,11 +274,11 @@ def compiled(fn: Compiled, **options: Any) -> Compiled:
     keep("TORCHINDUCTOR_CACHE_DIR", "torch")
     if hasattr(torch._functorch.config, SETTING):
         setattr(torch._functorch.config, SETTING, True)
-    told: Any = getattr(torch.compiler, "config", None)
-    if not hasattr(told, TAG):
+    config: Any = getattr(torch.compiler, "config", None)
+    if not hasattr(config, TAG):
         torch._functorch.config.enable_autograd_cache = False
-    elif version() not in (tag := getattr(told, TAG)):
-        setattr(told, TAG, f"{tag} {version()}".strip())
+    elif version() not in (tag := getattr(config, TAG)):
+        setattr(config, TAG, f"{tag} {version()}".strip())
     return torch.compile(fn, **options)  # type: ignore[call-overload, no-any-return]
 
 
@@ -317,12 +317,12 @@ def ascend_trace(folder: Path) -> Callable[[], Path]:
 
     def stop() -> Path:
         running.stop()
-        found = sorted(folder.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))
-        if not found:
+        traces = sorted(folder.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))
+        if not traces:
             raise UserError(
                 f"torch_npu's profiler wrote no trace into {folder}; is the CANN toolkit installed, with msprof? "
                 "`ascendchat doctor` looks; or train without --profile"
             )
-        return found[-1]
+        return traces[-1]
 
     return stop

@@ -42,21 +42,21 @@ class Attention(Protocol):
     packaged: int  # largest head_dim for which an optional package reads rows of training; 0: none does
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
-        """Why this kernel cannot run there, or None. `decodes`: it is to read caches too."""
+        """The reason why this kernel cannot run, or None. `decodes`: it has to read caches too."""
 
     @property
     def overlaps(self) -> bool:
-        """Of those kernels each may begin while the one before it runs."""
+        """Each of those kernels may begin while the one before it runs."""
 
     def notice(self, head_dim: int) -> str | None:
         """A sentence for the user about the optional package; None where none is installed."""
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
-        """Make what the rows to come need and what must not be made inside a compiled or captured region."""
+        """Make masks for rows of this length, which must not be made inside a compiled or captured region."""
 
     def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
-        """What `packed` wants to know of documents of these lengths, which fill `rows` rows. `one_by_one`: a call per
-        document costs less here than masked rows."""
+        """Convert the lengths of documents, which fill `rows` rows, to the form that `packed` takes. `one_by_one`: a
+        call per document costs less here than masked rows."""
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor: ...
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor: ...
@@ -209,7 +209,7 @@ TOLERANCE = 0.05  # of outputs around 1: bfloat16 rounds by 0.004, a key too man
 def decode_fault(
     kernel: Attention, plain: Attention, device_type: str, dtype: torch.dtype, head_dim: int
 ) -> str | None:
-    """What is wrong with the kernel, or None."""
+    """Compare the kernel with plain attention: the fault, or None."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*size: int) -> torch.Tensor:
@@ -219,15 +219,15 @@ def decode_fault(
     q, k, v = drawn(rows, 1, 2, head_dim), drawn(rows, longest, 1, head_dim), drawn(rows, longest, 1, head_dim)
     for row, length in enumerate(LENGTHS):
         v[row, length:] = 8.0  # a key that must not be seen shows
-    found, right = (one.one_query(q, k, v, LENGTHS, scale).float() for one in (kernel, plain))
-    errors = (found - right).abs().amax(dim=(1, 2, 3)).tolist()
+    results, right = (one.one_query(q, k, v, LENGTHS, scale).float() for one in (kernel, plain))
+    errors = (results - right).abs().amax(dim=(1, 2, 3)).tolist()
     for length, error in zip(LENGTHS, errors):
         if not error <= TOLERANCE:
             return f"it is wrong on this device with {length} keys, by {error:.2g}"
     q, k, v = drawn(2, QUERIES, 2, head_dim), drawn(2, 2 * QUERIES, 1, head_dim), drawn(2, 2 * QUERIES, 1, head_dim)
     held = torch.tensor([2 * QUERIES, QUERIES + 3], device=device_type)
-    found, right = (one.cached(q, k, v, held, QUERIES, scale).float() for one in (kernel, plain))
-    error = float((found - right).abs().max())
+    results, right = (one.cached(q, k, v, held, QUERIES, scale).float() for one in (kernel, plain))
+    error = float((results - right).abs().max())
     return (
         None
         if error <= TOLERANCE

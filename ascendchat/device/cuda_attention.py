@@ -39,7 +39,7 @@ class Flash(Sdpa):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a kernel may begin while the one before it runs: programmatic dependent launch, new in Triton too."""
+        """Programmatic dependent launch: a kernel may begin while the one before it runs; new in Triton too."""
         return torch.cuda.get_device_capability() >= (9, 0) and find_spec("triton.language.extra.cuda.gdc") is not None
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
@@ -64,12 +64,12 @@ class Flash(Sdpa):
             refusal = f"a head of {head_dim} channels is above {MAX_CHANNELS}"
         return PACKAGE.notice(refusal)
 
-    def _asks_package(self, q: Tensor) -> bool:
+    def _uses_package(self, q: Tensor) -> bool:
         trains = torch.compiler.is_compiling() or torch.is_grad_enabled()
         return trains and q.size(-1) <= self.packaged
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-        if self._asks_package(q):
+        if self._uses_package(q):
             return attend(q, k, v, window, scale)
         compiling = torch.compiler.is_compiling()
         if (compiling or torch.is_grad_enabled()) and window >= k.size(1):
@@ -88,14 +88,14 @@ class Flash(Sdpa):
         blocks of the launch and memory of the gradient, so there is room for twice as many as were ever seen, and for
         one in USUAL_LENGTH tokens, up to the next power of two: a batch with more compiles once again."""
         if len(lengths) > self.room:
-            wanted = max(2 * len(lengths), int(lengths.sum()) // USUAL_LENGTH)
-            self.room = 1 << (wanted - 1).bit_length()
+            count = max(2 * len(lengths), int(lengths.sum()) // USUAL_LENGTH)
+            self.room = 1 << (count - 1).bit_length()
         bounds = np.full(self.room + 1, lengths.sum(), np.int32)
         bounds[0], bounds[1 : len(lengths) + 1] = 0, np.cumsum(lengths)
         return upload(torch.from_numpy(bounds))
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor:
-        if self._asks_package(q):
+        if self._uses_package(q):
             return attend(q, k, v, window, scale, bounds)
 
         a, b, c = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
@@ -108,14 +108,14 @@ class Flash(Sdpa):
         if q.size(1) > 1 or window < k.size(1) or not self.triton:
             return super().cached(q, k, v, lengths, window, scale)
         if q.size(0) > FEW_ROWS and compiling:
-            return products(q, k, v, lengths, scale)
+            return decode_by_products(q, k, v, lengths, scale)
         from ascendchat.device.triton_attention import one_query
 
         return one_query(q, k, v, lengths, scale)
 
 
-def inside(window: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Whether a query sees a key, as FlexAttention asks."""
+def window_mask_mod(window: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """FlexAttention's mask_mod: a query sees a key."""
     return (query >= key) & (query - key < window)
 
 
@@ -130,23 +130,23 @@ def window_blocks(length: int, window: int, device: torch.device, size: int = 12
     whole = (apart > 0) & (apart + size - 1 < window) & ((number[:, None] + 1) * size <= length)
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of each row, and which; the others follow."""
+        """Count of each row's blocks, and their numbers; the other numbers follow."""
         order = blocks.int().argsort(dim=-1, descending=True, stable=True)
         return blocks.sum(dim=-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
     some, full = listed(seen & ~whole), listed(whole)
-    rule = partial(inside, window)
+    rule = partial(window_mask_mod, window)
     return BlockMask.from_kv_blocks(*some, *full, BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(length, length))
 
 
-def products(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+def decode_by_products(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """One query per row (B, 1, H, D) as products and sums, which a compiler turns into two passes over the memory of
     the cache: 160,696 tokens/s at batch 256 on an H200. With few rows its many launches cost more than the reading."""
     heads, groups = k.size(2), q.size(2) // k.size(2)
     query = q.float().view(q.size(0), 1, heads, groups, q.size(3))
     scores = (query * k.float()[:, :, :, None]).sum(-1) * scale  # (B, S, K, G)
-    there = torch.arange(k.size(1), device=k.device)[None, :] < lengths[:, None]
-    weights = scores.masked_fill(~there[:, :, None, None], float("-inf")).softmax(dim=1)
+    held = torch.arange(k.size(1), device=k.device)[None, :] < lengths[:, None]
+    weights = scores.masked_fill(~held[:, :, None, None], float("-inf")).softmax(dim=1)
     out = (weights[..., None] * v.float()[:, :, :, None]).sum(1)  # (B, K, G, D)
     return out.view(q.shape).to(q.dtype)
 
@@ -186,8 +186,8 @@ def _run(
     right: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    known = (q_bounds, k_bounds, q_longest, k_longest, 0.0, right == 0, False)  # no dropout, causal?, no debug mask
-    result = torch.ops.aten._flash_attention_forward(q, k, v, *known, **_limits(left, right, scale))
+    arguments = (q_bounds, k_bounds, q_longest, k_longest, 0.0, right == 0, False)  # no dropout, causal?, no debug mask
+    result = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, **_limits(left, right, scale))
     return result[0], result[1]
 
 
@@ -217,9 +217,9 @@ def _gradient(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of the dropout that there is not
-    known = (q_bounds, k_bounds, q_longest, k_longest, 0.0, right == 0, random, random)
+    arguments = (q_bounds, k_bounds, q_longest, k_longest, 0.0, right == 0, random, random)
     tensors = (grad.contiguous(), q, k, v, out, normaliser)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(*tensors, *known, **_limits(left, right, scale))
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(*tensors, *arguments, **_limits(left, right, scale))
     return dq, dk, dv
 
 
@@ -259,10 +259,10 @@ def behind(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale:
     """Row b holds lengths[b] keys, and its queries are the last of them; each sees `window`, its own among them."""
     (rows, queries), keys = q.shape[:2], k.size(1)
     row = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
-    known = (row * queries, row * keys, queries, keys, 0.0, True, False)  # no dropout, causal, no debug mask
+    arguments = (row * queries, row * keys, queries, keys, 0.0, True, False)  # no dropout, causal, no debug mask
     limits = _limits(window - 1 if window < keys else -1, 0, scale)
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    out = torch.ops.aten._flash_attention_forward(*flat, *known, **limits, seqused_k=lengths.int())[0]
+    out = torch.ops.aten._flash_attention_forward(*flat, *arguments, **limits, seqused_k=lengths.int())[0]
     return out.view(q.shape)
 
 

@@ -75,7 +75,7 @@ ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # both give 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What can be known about an NPU without importing anything."""
+    """Facts about the machine that need no import of torch."""
 
     torch_npu: bool  # the package is installed
     cann: bool  # the libraries torch_npu links to can be found by the loader
@@ -84,18 +84,18 @@ class MachineFacts:
     nvidia: bool  # an NVIDIA driver is loaded
 
     def has(self, device_type: str) -> bool:
-        """Whether devices of this type are here, as far as that can be seen without torch."""
+        """True if devices of this type can be seen without torch."""
         return {"npu": bool(self.nodes) or (self.cann and self.driver), "cuda": self.nvidia}.get(device_type, False)
 
     def may_have(self, device_type: str) -> bool:
-        """Whether it is worth asking torch for numbered devices of this type."""
+        """True if torch is worth asking for numbered devices of this type."""
         seen = {"npu": self.torch_npu and self.cann and self.driver, "cuda": self.nvidia}
         return seen.get(device_type, bool(KINDS[device_type].visible))
 
 
 @dataclass(frozen=True)
 class PreparedEnvironment:
-    """What `prepare_environment` did."""
+    """Result of `prepare_environment`."""
 
     device_type: str | None  # asked for, or None: `device.pick` decides
     set: dict[str, str] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def look(environ: Mapping[str, str] = os.environ) -> MachineFacts:
 
 
 def _where(library: str, environ: Mapping[str, str]) -> str:
-    """How the loader would find a library: its path in LD_LIBRARY_PATH, its name in the cache of ldconfig, or ""."""
+    """Find a library as the loader would: its path in LD_LIBRARY_PATH, its name in the cache of ldconfig, or ""."""
     for folder in environ.get("LD_LIBRARY_PATH", "").split(":"):
         if folder and (Path(folder) / library).is_file():
             return str(Path(folder) / library)
@@ -227,7 +227,7 @@ def devices_behind(
 
 
 def _npu_expected(asked: str | None, seen: MachineFacts, environ: Mapping[str, str], warnings: list[str]) -> bool:
-    """Whether this run will use an NPU, as far as that can be known before torch is imported."""
+    """Decide, before torch is imported, if this run will use an NPU."""
     if asked == "npu":
         if not seen.torch_npu:
             raise UserError(torch_npu_missing(seen))
@@ -343,7 +343,7 @@ def known_harmful() -> dict[str, Any]:
 
 
 def visible_problem(value: str) -> tuple[str, str] | None:
-    """What is wrong with a list of visible NPUs, in English and Chinese, or None. The driver wants "0,1,2": digits and
+    """Check a list of visible NPUs: the fault in English and Chinese, or None. The driver wants "0,1,2": digits and
     commas, strictly ascending. It stops reading at any other character, and finds no device when the order is wrong."""
     if not re.fullmatch(r"\d+(,\d+)*", value):
         return "only digits and commas are read, and reading stops at a space", "只认数字和逗号，遇到空格即停止解析"

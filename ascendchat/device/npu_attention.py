@@ -89,16 +89,20 @@ class NpuFusion(Reference):
         parts = zip(*(x.flatten(0, 1).split([ends[-1] for ends, _ in bounds]) for x in (q, k, v)))
         attended = []
         for (a, b, c), (ends, longest) in zip(parts, bounds):
-            known = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends, **self._sparse(window, longest, q.device)}
-            attended.append(torch_npu.npu_fusion_attention(a, b, c, q.size(2), "TND", scale=scale, **known)[0])
+            arguments = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends, **self._sparse(window, longest, q.device)}
+            attended.append(torch_npu.npu_fusion_attention(a, b, c, q.size(2), "TND", scale=scale, **arguments)[0])
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).view(q.shape)
 
     def one_query(self, q: Tensor, k: Tensor, v: Tensor, held: Sequence[int], scale: float) -> Tensor:
         import torch_npu
 
         heads = {"num_heads": q.size(2), "num_key_value_heads": k.size(2), "input_layout": "BSND"}
-        known = {"actual_seq_lengths_kv": list(held), "scale": scale, **heads}  # device/npu.py updates them in graphs
-        return torch_npu.npu_fused_infer_attention_score(q.contiguous(), k.contiguous(), v.contiguous(), **known)[0]
+        arguments = {
+            "actual_seq_lengths_kv": list(held),
+            "scale": scale,
+            **heads,
+        }  # device/npu.py updates them in graphs
+        return torch_npu.npu_fused_infer_attention_score(q.contiguous(), k.contiguous(), v.contiguous(), **arguments)[0]
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
         import torch_npu
@@ -139,9 +143,9 @@ def dense(
     """(B, Tq, H, D), and (B, H, Tq) if wanted."""
     import torch_npu
 
-    known = {"scale": scale, "keep_prob": 1 - dropout, **_band(mask, left, right, "pre_tockens", "next_tockens")}
-    out, most, total, *_ = torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", **known)
-    return out, _lse(most, total) if lse else None
+    arguments = {"scale": scale, "keep_prob": 1 - dropout, **_band(mask, left, right, "pre_tockens", "next_tockens")}
+    out, largest, total, *_ = torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", **arguments)
+    return out, _lse(largest, total) if lse else None
 
 
 def packed(
@@ -160,35 +164,35 @@ def packed(
     """(N, H, D), and (H, N) if wanted; the ends without a leading 0, at most MAX_SEQUENCES."""
     import torch_npu
 
-    known = {"scale": scale, "keep_prob": 1 - dropout, **_band(mask, left, right, "pre_tockens", "next_tockens")}
-    known |= {"actual_seq_qlen": q_ends, "actual_seq_kvlen": k_ends}
-    out, most, total, *_ = torch_npu.npu_fusion_attention(q, k, v, q.size(1), "TND", **known)
-    return out, _by_head(_lse(most, total), q_ends) if lse else None
+    arguments = {"scale": scale, "keep_prob": 1 - dropout, **_band(mask, left, right, "pre_tockens", "next_tockens")}
+    arguments |= {"actual_seq_qlen": q_ends, "actual_seq_kvlen": k_ends}
+    out, largest, total, *_ = torch_npu.npu_fusion_attention(q, k, v, q.size(1), "TND", **arguments)
+    return out, _by_head(_lse(largest, total), q_ends) if lse else None
 
 
-def _by_head(found: Tensor, ends: list[int]) -> Tensor:
+def _by_head(sums: Tensor, ends: list[int]) -> Tensor:
     """(H, N) from what CANN calls (N, H) of packed sequences, and fills sequence after sequence with (H, S) of each. It
     does so without `softmax_layout`, which only newer wheels have, and which only newer versions of CANN take."""
-    heads = found.size(1)
+    heads = sums.size(1)
     lengths = [end - begin for begin, end in zip([0, *ends], ends)]
-    parts = found.flatten().split([heads * length for length in lengths])
+    parts = sums.flatten().split([heads * length for length in lengths])
     return torch.cat([part.view(heads, length) for part, length in zip(parts, lengths)], 1)
 
 
-def _lse(most: Tensor, total: Tensor) -> Tensor:
+def _lse(largest: Tensor, total: Tensor) -> Tensor:
     """The kernel keeps the largest score of each row and the sum of the exponentials, each eight times."""
-    return (most[..., 0] + total[..., 0].log()).detach()
+    return (largest[..., 0] + total[..., 0].log()).detach()
 
 
 def can_cache(q: Tensor, kv_heads: int) -> bool:
-    """Whether `cached` takes such queries (B, Tq, H, D)."""
+    """True if `cached` takes queries of this dtype and shape (B, Tq, H, D)."""
     heads, dim = q.shape[2:]
     half = q.dtype in (torch.float16, torch.bfloat16)
     return half and dim % 16 == 0 and dim <= 512 and heads <= 256 and heads // kv_heads <= 64
 
 
 def can_page(queries: int, page: int) -> bool:
-    """Whether `cached` reads pages of this many keys."""
+    """True if `cached` reads pages of this many keys."""
     return page % (16 if queries == 1 else 128) == 0 and page <= 512
 
 
@@ -208,11 +212,11 @@ def cached(
     (B, pages) int32, the cache is (pages, size, K, D). One query ignores the limits: with one, there must be none."""
     import torch_npu
 
-    known: dict[str, Any] = {"num_heads": q.size(2), "num_key_value_heads": k.size(2), "scale": scale}
-    known |= {"actual_seq_lengths_kv": totals, "softmax_lse_flag": lse, "input_layout": "BSH"}
+    arguments: dict[str, Any] = {"num_heads": q.size(2), "num_key_value_heads": k.size(2), "scale": scale}
+    arguments |= {"actual_seq_lengths_kv": totals, "softmax_lse_flag": lse, "input_layout": "BSH"}
     if table is not None:
-        known |= {"block_table": table, "block_size": k.size(1)}
-    known |= _band(mask, left, right, "pre_tokens", "next_tokens")
+        arguments |= {"block_table": table, "block_size": k.size(1)}
+    arguments |= _band(mask, left, right, "pre_tokens", "next_tokens")
     flat = [x.contiguous().flatten(2) for x in (q, k, v)]
-    out, found = torch_npu.npu_fused_infer_attention_score(*flat, **known)
-    return out.view(q.shape), found[..., 0] if lse else None
+    out, lse_of_rows = torch_npu.npu_fused_infer_attention_score(*flat, **arguments)
+    return out.view(q.shape), lse_of_rows[..., 0] if lse else None

@@ -242,7 +242,7 @@ class NPUOps:
         self.ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NPUOps:
-        """The same for all models: it has nothing of theirs, and a module of Python cannot be copied."""
+        """Copies of a model share it: it holds nothing of theirs, and a Python module cannot be copied."""
         return self
 
     def ones_of(self, x: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class NPUOps:
 
 
 class EagerOps(NPUOps):
-    """The same with the functions above."""
+    """NPUOps with the gradients written out above: each operator of eager mode is a launch."""
 
     def __init__(self) -> None:
         super().__init__()

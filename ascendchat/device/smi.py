@@ -62,7 +62,7 @@ class ProcessReading:
 
 @dataclass(frozen=True)
 class Readings:
-    """What one tool said: devices and the processes on them."""
+    """Output of one tool: devices and the processes on them."""
 
     tool: str
     version: str = ""
@@ -242,8 +242,8 @@ def _process_row(cells: list[str], index_of_chip: dict[tuple[int, int], int]) ->
 
 
 def _pid_here(host: int, inside: int) -> int:
-    """Of the pids that the host and a container have for one process, the one that is valid where we run: on the host
-    the kernel tells that its process `host` is `inside` in its container."""
+    """Pick the pid of a process that is valid here, the host's or its container's: on the host the kernel says that its
+    process `host` is `inside` in a container."""
     try:
         known = re.search(r"^NSpid:.*\b(\d+)$", Path(f"/proc/{host}/status").read_text(), re.M)
     except OSError:

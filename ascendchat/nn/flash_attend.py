@@ -36,7 +36,7 @@ _said: set[str] = set()
 
 @torch.compiler.assume_constant_result
 def kernel_name(device_type: str, dtype: torch.dtype, head_dim: int) -> str:
-    """Of the kernel that attention.py chooses."""
+    """Name of the kernel that attention.py chooses."""
     if (device_type, dtype, head_dim) not in _names:
         _names[device_type, dtype, head_dim] = choose(device_type, dtype, head_dim)[0].name
     return _names[device_type, dtype, head_dim]
@@ -206,7 +206,7 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def on_host(numbers: Tensor) -> list[int]:
-    """As a list. Every layer of a model asks for the same bounds: the device is waited for once, until they change."""
+    """Copy to a list. Every layer of a model has the same bounds: the device is waited for once, until they change."""
     if numbers.device.type == "cpu" or numbers.is_inference():  # those have no version to tell of a change
         return numbers.tolist()
     version, found = _known.get(numbers, (None, None))
@@ -482,7 +482,7 @@ def flash_attn_with_kvcache(
 
 
 class _Cached(NamedTuple):
-    """What the queries find."""
+    """The cache as the queries see it."""
 
     k: Tensor  # (rows, S, K, D), or (pages, size, K, D)
     v: Tensor

@@ -39,7 +39,7 @@ _scatter_into: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch
 
 
 class _Connects(Protocol):
-    """What is needed of a device here."""
+    """The part of Device that is needed here."""
 
     @property
     def collective(self) -> str: ...
@@ -210,8 +210,7 @@ def _check_sizes(whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
 
 
 def _addend(tensor: torch.Tensor) -> torch.Tensor:
-    """What goes over the wire. 16-bit floats are added in float32 by Gloo, which refuses them or rounds at every
-    hop."""
+    """The tensor that is sent. Gloo adds 16-bit floats in float32: else it refuses them, or rounds at every hop."""
     if _state.gloo and tensor.dtype in HALF:
         return tensor.float()
     return tensor.contiguous()

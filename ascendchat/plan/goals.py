@@ -53,7 +53,7 @@ def train_parts(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices:
 
 
 def hf_parts(config: PlanConfig, model: HFModel, chip: Chip, devices: int, rows: int, rank: int) -> dict[str, int]:
-    """The same of an existing model, with adapters of this rank or, at 0, all weights."""
+    """Memory by part for an existing model, with adapters of this rank or, at 0, all weights."""
     how: dict[str, Any] = {"lora_rank": rank, "shard": config.shard, "offload": config.offload}
     how["bits"] = config.bits if rank else None
     return hf.finetuning(model, chip, devices, rows, config.activation_checkpointing, **how)
@@ -138,7 +138,7 @@ def _batch(split: batch.Split, largest: int) -> dict[str, int]:
 
 
 def _flops(config: PlanConfig, model: Shape | HFModel) -> int:
-    """Of a token in training."""
+    """FLOPs of one token in training."""
     if isinstance(model, HFModel):
         return model.finetuning_flops_per_token(config.lora_rank)
     return model.train_flops_per_token
@@ -165,7 +165,7 @@ def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices: 
 
 
 def _held(parts: dict[str, int]) -> int:
-    """What of a device's memory goes into a checkpoint."""
+    """Bytes of a device's memory that go into a checkpoint."""
     return parts["weights"] + parts["masters"] + parts["optimizer"]
 
 
@@ -376,7 +376,7 @@ def growth(
 
 
 def reliability(config: PlanConfig, held: int, checkpoint: int, step_seconds: float) -> dict[str, float]:
-    """What failures cost. `held`: bytes that the device with most of it copies to its host for a checkpoint;
+    """Cost of failures. `held`: bytes that the device with most of it copies to its host for a checkpoint;
     `checkpoint`: bytes of all devices together."""
     devices = config.devices
     between = config.device_mtbf_hours * 3600 / devices  # seconds between two failures of the job

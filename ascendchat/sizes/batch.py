@@ -106,7 +106,7 @@ def fit_split(
     beside: int = 0,
     packaged: Collection[str] = (),
 ) -> Split:
-    """How a training command shares out `total` tokens: with the rows it was told, else with the most that fit beside
+    """Share `total` tokens out for a training command: with the given rows, else with the most that fit beside
     so many bytes of something else. `packaged` as in memory.training."""
     if rows is not None:
         return split_fixed(total, devices, shape.seq_len, rows)
@@ -148,7 +148,7 @@ def slowest(devices: int) -> float:
 
 @dataclass(frozen=True)
 class _Duration:
-    """How long a run takes, and what it costs."""
+    """Time and cost of a run."""
 
     mfu: float  # share of the peak that was assumed
     tokens_per_second: float

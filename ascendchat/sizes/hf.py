@@ -25,7 +25,7 @@ PACKED_BYTES = 1 / 2 + 1 / 64 + FP32 / (64 * 256)
 
 @dataclass(frozen=True)
 class _Family:
-    """What a model type does that its config.json does not say."""
+    """Features of a model type that its config.json does not name."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -163,7 +163,7 @@ class HFModel:
 
 
 def check_bits(lora: bool, shard: int) -> None:
-    """What --bits does not go with."""
+    """Refuse --bits beside settings that it excludes."""
     if not lora:
         raise UserError(
             "--bits 4 holds the frozen base of adapters; add --lora (of plan: --lora-rank 16), or leave --bits out"
@@ -173,7 +173,7 @@ def check_bits(lora: bool, shard: int) -> None:
 
 
 def check_bits_on(chip: Chip) -> None:
-    """Where bitsandbytes is not used, before anything is read."""
+    """Refuse --bits on devices without bitsandbytes, before anything is read."""
     kind = KINDS[chip.device_type]
     if not kind.bitsandbytes:
         raise UserError(
@@ -183,7 +183,7 @@ def check_bits_on(chip: Chip) -> None:
 
 
 def packing_saves(chip: Chip) -> bool:
-    """Whether --bits is worth a try where something does not fit. Not on a CPU, into whose memory the whole model is
+    """True if --bits may help where something does not fit. Not on a CPU, into whose memory the whole model is
     read before it is packed."""
     return KINDS[chip.device_type].bitsandbytes and chip.devices_per_node > 1
 
@@ -247,8 +247,8 @@ def from_config(values: dict[str, Any], seq_len: int) -> HFModel:
 
 
 def finetuning_activations(model: HFModel, chip: Chip, rows: int, checkpointing: bool) -> int:
-    """As for our own model; a gated MLP keeps gate, its activation, the other half and their product, and a norm with
-    weights keeps its input in fp32."""
+    """Activations as memory.activations counts them; a gated MLP keeps gate, its activation, the other half and their
+    product, and a norm with weights keeps its input in fp32."""
     tokens, size, traits = rows * model.seq_len, compute_bytes(chip), KINDS[chip.device_type].memory
     dense = (model.depth - model.sparse_layers) * 4 * model.mlp_dim
     sparse = model.sparse_layers * (
@@ -266,7 +266,7 @@ def finetuning_activations(model: HFModel, chip: Chip, rows: int, checkpointing:
 
 
 def adapter_activations(model: HFModel, chip: Chip, rows: int, lora_rank: int) -> int:
-    """What the two matrices of each of a layer's seven adapters have between them, for the backward pass."""
+    """Activations between the two matrices of each of a layer's seven adapters, kept for the backward pass."""
     return rows * model.seq_len * model.depth * 7 * lora_rank * compute_bytes(chip)
 
 

@@ -49,8 +49,8 @@ def usable(chip: Chip) -> int:
 
 
 def outside(chip: Chip) -> dict[str, int]:
-    """What the framework's own counter never shows. The collective buffers are set aside on one device too: a plan
-    made for one device then holds on many."""
+    """Bytes that the framework's own counter never shows. The collective buffers are set aside on one device too: a
+    plan made for one device then holds on many."""
     traits = KINDS[chip.device_type].memory
     return {"collective_buffers": traits.collectives, "reserve": chip.reserved + traits.context}
 
@@ -98,8 +98,8 @@ def logits_of_chunk(shape: Shape, chip: Chip, rows: int) -> int:
 
 
 def policy_logits(chip: Chip) -> int:
-    """What the logits of `rl` need beyond those of a chunk of training, where that is compiled and rl's is not: three
-    float32 tensors, of half as many rows, and their gradient in the compute dtype (nn/logprobs.py)."""
+    """Bytes that the logits of `rl` need beyond those of a chunk of training, where that is compiled and rl's is not:
+    three float32 tensors, of half as many rows, and their gradient in the compute dtype (nn/logprobs.py)."""
     size = compute_bytes(chip)
     if not KINDS[chip.device_type].memory.compiled:
         return 0
@@ -112,9 +112,9 @@ def backward_work(shape: Shape, chip: Chip, rows: int) -> int:
 
 
 def kernel_buffers(chip: Chip, tokens: int, width: int) -> int:
-    """What the largest operator needs beside its arguments, on NPUs: fused attention's gradient holds dq, dk and dv in
-    float32. `width`: elements of the queries, keys and values of a token. torch_npu keeps the block, and its counters
-    do not show it."""
+    """Bytes that the largest operator needs beside its arguments, on NPUs: fused attention's gradient holds dq, dk and
+    dv in float32. `width`: elements of the queries, keys and values of a token. torch_npu keeps the block, and its
+    counters do not show it."""
     fused = KINDS[chip.device_type].memory.gradient_buffers and chip.fused_attention and compute_bytes(chip) != FP32
     return tokens * width * FP32 if fused else 0
 
@@ -193,7 +193,7 @@ def allocated(parts: dict[str, int]) -> int:
 
 
 class _DecoderSizes(Protocol):
-    """What decoding needs to know of a model: our own Shape, or one read from a Hugging Face config.json."""
+    """Sizes of a model that decoding depends on: our own Shape, or one read from a Hugging Face config.json."""
 
     @property
     def dim(self) -> int: ...
@@ -215,12 +215,12 @@ def kv_bytes(shape: _DecoderSizes, chip: Chip, context: int) -> int:
 
 
 def slot_bytes(shape: _DecoderSizes, chip: Chip, context: int) -> int:
-    """The same, with what lets other prompts go on behind its tokens."""
+    """The cache of one sequence and the states by which other prompts can go on behind its tokens (prefix cache)."""
     return shape.slot_elements(context) * compute_bytes(chip)
 
 
 def caches(shape: _DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
-    """What `sequences` sequences of `context` tokens need while they are generated, beside the weights."""
+    """Bytes that `sequences` sequences of `context` tokens need while they are generated, beside the weights."""
     return {
         "kv_cache": (sequences + 1) * slot_bytes(shape, chip, context),  # one slot is where idle rows write
         "activations": sequences * decode_row(shape, chip) + prefill_work(shape, chip, context),
@@ -283,7 +283,7 @@ def stacks(shape: Shape) -> dict[tuple[int, int], int]:
 
 
 def elements(matrices: Stacks, team: int) -> int:
-    """Of all matrices, padded so that every device of a team has equally many."""
+    """Count the elements of all matrices, padded so that every device of a team has equally many."""
     return sum(-(-count // team) * team * rows * cols for (rows, cols), count in matrices.items())
 
 

@@ -135,8 +135,8 @@ def weight_decay(step: int, steps: int, full: float) -> float:
 
 
 def averaged(step: int, steps: int) -> int:
-    """How many weights, at even distances and the last ones among them, the mean holds after `step`: a model that is
-    the mean of its last weights is rid of the noise of small batches."""
+    """Count the snapshots in the weight average after `step`. They are taken at even distances, the last step's among
+    them; the mean of the last weights is rid of the noise of small batches."""
     tail = round(TAIL * steps)
     every = max(1, tail // SNAPSHOTS)
     return max(0, tail // every - -(-(steps - 1 - step) // every))

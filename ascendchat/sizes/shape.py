@@ -192,7 +192,7 @@ class Shape:
 
     @property
     def scaling_parameters(self) -> int:
-        """What the horizon is measured in: transformer matrices and head, no tables."""
+        """Parameters that the token budget is a multiple of: transformer matrices and head, no tables."""
         part = self.parameters()
         return part["attention"] + part["mlp"] + part["value_gates"] + part["head"]
 

@@ -14,7 +14,7 @@ import torch
 
 from ascendchat.chips import KINDS
 from ascendchat.device import cuda_attention, npu_attention
-from ascendchat.device.cuda_attention import Flash, inside, products, window_blocks
+from ascendchat.device.cuda_attention import Flash, decode_by_products, window_blocks, window_mask_mod
 from ascendchat.device.npu_attention import NpuFusion
 from ascendchat.errors import UserError
 from ascendchat.nn import attention
@@ -101,7 +101,7 @@ def test_a_gpu_decodes_by_the_kernel_for_its_rows_and_window(monkeypatch: pytest
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling[0])
     stand_in: Any = SimpleNamespace(one_query=lambda *known: called.append("one_query"))
     monkeypatch.setitem(sys.modules, "ascendchat.device.triton_attention", stand_in)
-    monkeypatch.setattr("ascendchat.device.cuda_attention.products", lambda *known: called.append("products"))
+    monkeypatch.setattr("ascendchat.device.cuda_attention.decode_by_products", lambda *known: called.append("products"))
     kernel.triton = True
     for rows, compiles, expected in ((8, True, "one_query"), (9, True, "products"), (9, False, "one_query")):
         compiling[0] = compiles
@@ -113,7 +113,7 @@ def test_a_gpu_decodes_by_the_kernel_for_its_rows_and_window(monkeypatch: pytest
         there, values = behind(queries, window)
         torch.testing.assert_close(kernel.cached(*there, HELD, window, 0.3).double(), values, atol=2e-6, rtol=1e-5)
     assert not called
-    torch.testing.assert_close(products(*there, HELD, 0.3).double(), values, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(decode_by_products(*there, HELD, 0.3).double(), values, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("length", [4, 6])
@@ -250,7 +250,7 @@ def test_blocks_of_a_window_are_those_that_torch_finds_in_the_whole_mask(length:
     expected, found = (
         vars(made)
         for made in (
-            create_block_mask(partial(inside, window), None, None, length, length, cpu),
+            create_block_mask(partial(window_mask_mod, window), None, None, length, length, cpu),
             window_blocks(length, window, cpu),
         )
     )
