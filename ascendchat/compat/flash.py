@@ -135,8 +135,8 @@ def install(*, replace: bool = False) -> bool:
     place. Call it before whatever imports flash_attn or asks for it, as transformers does when it is imported."""
     if is_installed():
         return True
-    there = "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None
-    if there and not replace:
+    installed = "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None
+    if installed and not replace:
         return False
     if "transformers" in sys.modules:
         warnings.warn(

@@ -162,14 +162,14 @@ class Device(Protocol):
 DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
 
 
-def choose_dtype(chip: Chip, asked: str | None = None) -> str:
+def choose_dtype(chip: Chip, requested_dtype: str | None = None) -> str:
     """ "bf16", "fp16" or "fp32": what was asked if the chip can, else the best for training on this chip."""
     kind = KINDS[chip.device_type]
-    if not asked or asked == "auto":
+    if not requested_dtype or requested_dtype == "auto":
         return ("bf16" if chip.bf16 else "fp16") if kind.half else "fp32"
-    name = DTYPES.get(asked.lower())
+    name = DTYPES.get(requested_dtype.lower())
     if name is None:
-        raise UserError(f"{asked!r} is not a dtype; {nearest(asked, ['fp32', 'bf16', 'fp16'])}")
+        raise UserError(f"{requested_dtype!r} is not a dtype; {nearest(requested_dtype, ['fp32', 'bf16', 'fp16'])}")
     if name == "bf16" and not chip.bf16 and not kind.emulates_bf16:
         instead = "fp16 (with loss scaling) or fp32" if kind.half else "fp32"
         raise UserError(f"{chip.name} has no bf16; use {instead}: ASCENDCHAT_DTYPE={instead.split()[0]}")
@@ -183,18 +183,18 @@ def pick(device_type: str | None = None, *, dtype: str | None = None, compiled: 
 
     dtype and compiled win over $ASCENDCHAT_DTYPE and $ASCENDCHAT_COMPILE.
     """
-    asked = requested(device_type)
+    requested_type = requested(device_type)
     options = DeviceOptions(
         dtype or os.environ.get("ASCENDCHAT_DTYPE"), _compile_wanted() if compiled is None else compiled
     )
     _import_torch()
-    for name in [asked] if asked else list(KINDS):
+    for name in [requested_type] if requested_type else list(KINDS):
         module = importlib.import_module(KINDS[name].module)
-        problem = module.why_unusable(asked is not None)
+        problem = module.why_unusable(requested_type is not None)
         if problem is None:
             device: Device = module.open_device(options)
             return device
-        if not asked and _expected(name) and os.environ.get("LOCAL_RANK", "0") == "0":
+        if not requested_type and _expected(name) and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"ascendchat: {translate(problem)}", file=sys.stderr)
     raise UserError(problem)
 

@@ -125,16 +125,16 @@ def window_blocks(length: int, window: int, device: torch.device, size: int = 12
     from torch.nn.attention.flex_attention import BlockMask
 
     number = torch.arange(-(-length // size), device=device)
-    apart = (number[:, None] - number) * size  # from the first token of a block of queries back to that of its keys
-    seen = (apart >= 0) & (apart - size + 1 < window)
-    whole = (apart > 0) & (apart + size - 1 < window) & ((number[:, None] + 1) * size <= length)
+    distance = (number[:, None] - number) * size  # from the first token of a block of queries back to that of its keys
+    partly = (distance >= 0) & (distance - size + 1 < window)
+    wholly = (distance > 0) & (distance + size - 1 < window) & ((number[:, None] + 1) * size <= length)
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Count of each row's blocks, and their numbers; the other numbers follow."""
         order = blocks.int().argsort(dim=-1, descending=True, stable=True)
         return blocks.sum(dim=-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
-    some, full = listed(seen & ~whole), listed(whole)
+    some, full = listed(partly & ~wholly), listed(wholly)
     rule = partial(window_mask_mod, window)
     return BlockMask.from_kv_blocks(*some, *full, BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(length, length))
 

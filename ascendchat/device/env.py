@@ -158,12 +158,12 @@ def prepare_environment(
 
     `generates`: the command decodes with captured graphs. `machine` is what `look` returned; tests give their own.
     """
-    asked = requested(device_type, environ)
-    seen = machine or look(environ)
+    requested_type = requested(device_type, environ)
+    machine_facts = machine or look(environ)
     warnings: list[str] = []
     profile: dict[str, str] = {}
-    npu = _npu_expected(asked, seen, environ, warnings)
-    kind = "npu" if npu else asked or ("cuda" if seen.nvidia else "cpu")
+    npu = _npu_expected(requested_type, machine_facts, environ, warnings)
+    kind = "npu" if npu else requested_type or ("cuda" if machine_facts.nvidia else "cpu")
     profile |= KINDS[kind].environment | (KINDS[kind].generating if generates else {})
     if npu:
         profile |= NPU_DEBUG if debug else {}
@@ -173,27 +173,27 @@ def prepare_environment(
                 "PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set, and torch_npu stops when they are; "
                 "unset one of them: unset PYTORCH_NPU_ALLOC_CONF"
             )
-    if not (npu and seen.cann and seen.driver):
+    if not (npu and machine_facts.cann and machine_facts.driver):
         # `import torch` must not fail over a torch_npu that cannot load. device/npu.py imports it by name when an NPU
         # was asked for, and turns a failure into one sentence.
         profile[AUTOLOAD] = "0"
     if debug and not npu:
-        warnings.append(f"--npu-debug changes nothing here: no NPU is used ({asked or 'none was found'})")
-    done = PreparedEnvironment(asked, warnings=warnings)
+        warnings.append(f"--npu-debug changes nothing here: no NPU is used ({requested_type or 'none was found'})")
+    prepared = PreparedEnvironment(requested_type, warnings=warnings)
     for name, value in profile.items():
         if name in ALLOCATORS and "PYTORCH_ALLOC_CONF" in environ:
-            done.kept["PYTORCH_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"]
+            prepared.kept["PYTORCH_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"]
         elif name not in environ:
-            environ[name] = done.set[name] = value
+            environ[name] = prepared.set[name] = value
         elif environ[name] != value:
-            done.kept[name] = environ[name]
+            prepared.kept[name] = environ[name]
     if npu:
         ours = NPU_DEBUG if debug else {}
         warnings += [h.sentence() for h in harmful_settings(environ) if ours.get(h.name) != h.value]
         if debug:
-            kept = [f"{name}={value}" for name, value in done.kept.items() if name in NPU_DEBUG]
+            kept = [f"{name}={value}" for name, value in prepared.kept.items() if name in NPU_DEBUG]
             warnings += [f"{text} was already set and stays, so --npu-debug is not complete" for text in kept]
-    return done
+    return prepared
 
 
 def without_own_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -226,49 +226,49 @@ def devices_behind(
     return {variable: ",".join(names[used : used + count])}
 
 
-def _npu_expected(asked: str | None, seen: MachineFacts, environ: Mapping[str, str], warnings: list[str]) -> bool:
+def _npu_expected(asked: str | None, machine: MachineFacts, environ: Mapping[str, str], warnings: list[str]) -> bool:
     """Decide, before torch is imported, if this run will use an NPU."""
     if asked == "npu":
-        if not seen.torch_npu:
-            raise UserError(torch_npu_missing(seen))
+        if not machine.torch_npu:
+            raise UserError(torch_npu_missing(machine))
         return True
     if asked is not None or environ.get(AUTOLOAD) == "0":
         return False
-    if not seen.torch_npu:
-        if seen.nodes:
+    if not machine.torch_npu:
+        if machine.nodes:
             warnings.append(
-                f"{len(seen.nodes)} NPU(s) are here ({seen.nodes[0]}) but torch_npu is not installed, so they are not "
-                f"used: {INSTALL_NPU}"
+                f"{len(machine.nodes)} NPU(s) are here ({machine.nodes[0]}) but torch_npu is not installed, so they "
+                f"are not used: {INSTALL_NPU}"
             )
         return False
-    if seen.cann and seen.driver:
+    if machine.cann and machine.driver:
         return True
-    if seen.nodes:
-        raise UserError(cann_missing(seen))
-    what = "the NPU driver is not" if seen.cann else "CANN is not loaded and no /dev/davinci* is"
+    if machine.nodes:
+        raise UserError(cann_missing(machine))
+    what = "the NPU driver is not" if machine.cann else "CANN is not loaded and no /dev/davinci* is"
     warnings.append(f"torch_npu is installed but {what} there, so it is left alone ({AUTOLOAD}=0)")
     return False
 
 
-def torch_npu_missing(seen: MachineFacts) -> str:
+def torch_npu_missing(machine: MachineFacts) -> str:
     """The sentence for an NPU without its PyTorch plug-in."""
-    nodes = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci* either"
+    nodes = f"{len(machine.nodes)} device(s) in /dev/davinci*" if machine.nodes else "no /dev/davinci* either"
     return (
         f"no NPU can be used: torch_npu is not installed (found {nodes}); "
         f"{INSTALL_NPU}, or choose another device, for example --device-type cpu"
     )
 
 
-def cann_missing(seen: MachineFacts) -> str:
+def cann_missing(machine: MachineFacts) -> str:
     """The sentence for an NPU whose CANN libraries are not loaded."""
-    nodes = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci*"
+    nodes = f"{len(machine.nodes)} device(s) in /dev/davinci*" if machine.nodes else "no /dev/davinci*"
     return (
         f"torch_npu is installed but the CANN libraries are not loaded (found {nodes}); first run: {SOURCE_CANN}, "
         f"or do without the NPU: --device-type cpu (for other programs: {AUTOLOAD}=0)"
     )
 
 
-def load_problem(error: BaseException, seen: MachineFacts) -> str:
+def load_problem(error: BaseException, machine: MachineFacts) -> str:
     """Why torch_npu could not be loaded, as one sentence, from the error (and its causes) that loading it raised."""
     causes: list[str] = []
     link: BaseException | None = error
@@ -282,7 +282,7 @@ def load_problem(error: BaseException, seen: MachineFacts) -> str:
             "driver's folders and devices mounted, then run: ascendchat doctor"
         )
     if "cannot open shared object file" in text:
-        return cann_missing(seen)
+        return cann_missing(machine)
     if "undefined symbol" in text:
         return (
             "torch_npu does not fit the installed torch (undefined symbol); their versions must be equal: "

@@ -100,8 +100,8 @@ def run_tool(tool: str, arguments: list[str], timeout: float = TIMEOUT) -> str |
     output = f"{done.stdout}\n{done.stderr}"
     failure = next((line.strip() for line in output.splitlines() if FAILURES.search(line)), "")
     if done.returncode != 0 or (failure and "|" not in done.stdout):  # a whole table under a warning is an answer
-        said = failure or " ".join(output.split())[:300] or "no output"
-        return Problem(f"{tool} failed (exit status {done.returncode}): {said}", tool)
+        text = failure or " ".join(output.split())[:300] or "no output"
+        return Problem(f"{tool} failed (exit status {done.returncode}): {text}", tool)
     return done.stdout
 
 
@@ -245,10 +245,10 @@ def _pid_here(host: int, inside: int) -> int:
     """Pick the pid of a process that is valid here, the host's or its container's: on the host the kernel says that its
     process `host` is `inside` in a container."""
     try:
-        known = re.search(r"^NSpid:.*\b(\d+)$", Path(f"/proc/{host}/status").read_text(), re.M)
+        in_container = re.search(r"^NSpid:.*\b(\d+)$", Path(f"/proc/{host}/status").read_text(), re.M)
     except OSError:
         return inside
-    return host if known and int(known.group(1)) == inside else inside
+    return host if in_container and int(in_container.group(1)) == inside else inside
 
 
 # ------------------------------------------------------------------------------------------------- nvidia-smi

@@ -209,11 +209,11 @@ def on_host(numbers: Tensor) -> list[int]:
     """Copy to a list. Every layer of a model has the same bounds: the device is waited for once, until they change."""
     if numbers.device.type == "cpu" or numbers.is_inference():  # those have no version to tell of a change
         return numbers.tolist()
-    version, found = _known.get(numbers, (None, None))
+    version, values = _known.get(numbers, (None, None))
     if version != numbers._version:
-        found = numbers.tolist()
-        _known[numbers] = (numbers._version, found)
-    return found
+        values = numbers.tolist()
+        _known[numbers] = (numbers._version, values)
+    return values
 
 
 def _sequences(
@@ -245,8 +245,8 @@ def _sequences_npu(
     where = [np.arange(end - length + none, end) for end, length, none in zip(q_bounds[1:], lengths, unseeing)]
     rows = torch.from_numpy(np.concatenate(where)).to(q.device)
     if len(rows):
-        found, sums = _seeing_sequences_npu(q.index_select(0, rows), k, v, lengths - unseeing, keys, rule)
-        out = out.index_copy(0, rows, found)
+        attended, sums = _seeing_sequences_npu(q.index_select(0, rows), k, v, lengths - unseeing, keys, rule)
+        out = out.index_copy(0, rows, attended)
         lse = None if lse is None or sums is None else lse.index_copy(1, rows, sums)
     return out, lse
 
@@ -257,9 +257,12 @@ def _seeing_sequences_npu(
     """In calls of as many sequences as one takes."""
     rule = rule.for_lengths(int(lengths.max()), int(keys.max()))
     limits = (rule.left, rule.right, rule.scale, rule.dropout, rule.lse)
-    outs, lses, most = [], [], npu_attention.MAX_SEQUENCES
-    for i in range(0, len(lengths), most):
-        ends, stops = np.cumsum(lengths[i : i + most]).tolist(), np.cumsum(keys[i : i + most]).tolist()
+    outs, lses, max_sequences = [], [], npu_attention.MAX_SEQUENCES
+    for i in range(0, len(lengths), max_sequences):
+        ends, stops = (
+            np.cumsum(lengths[i : i + max_sequences]).tolist(),
+            np.cumsum(keys[i : i + max_sequences]).tolist(),
+        )
         a, c = int(lengths[:i].sum()), int(keys[:i].sum())
         query, key, value = q[a : a + ends[-1]], k[c : c + stops[-1]], v[c : c + stops[-1]]
         if ends[-1]:
@@ -516,9 +519,9 @@ def _attend(q: Tensor, cached: _Cached, rule: Rule) -> tuple[Tensor, Tensor | No
     if q.numel() == 0:
         return q.clone(), q.new_zeros(q.size(0), q.size(2), queries, dtype=torch.float32) if rule.lse else None
     if name == NPU:
-        found = _attend_npu(q, cached, rule)
-        if found is not None:
-            return found
+        attended = _attend_npu(q, cached, rule)
+        if attended is not None:
+            return attended
         name = FINITE[0]
     longest = cached.room if cached.held is None else max(1, *cached.held)
     k, v = cached.contents(longest)

@@ -79,14 +79,14 @@ def place() -> torch.device:
 
 def team(ranks: Sequence[int]) -> Team:
     """These ranks, of which this must be one; each of them calls it, the others need not. Made once."""
-    me, wanted = _state.world, tuple(ranks)
-    if len(wanted) == me.size or len(wanted) == 1:
-        return Team(wanted.index(me.rank), len(wanted))
-    if wanted not in _state.teams:
+    me, members = _state.world, tuple(ranks)
+    if len(members) == me.size or len(members) == 1:
+        return Team(members.index(me.rank), len(members))
+    if members not in _state.teams:
         # Only the members meet: with 1,024 ranks, all of them would otherwise meet once for every team that there is.
-        group = torch_dist.new_group(list(wanted), timeout=_state.timeout, use_local_synchronization=True)
-        _state.teams[wanted] = Team(wanted.index(me.rank), len(wanted), group)
-    return _state.teams[wanted]
+        group = torch_dist.new_group(list(members), timeout=_state.timeout, use_local_synchronization=True)
+        _state.teams[members] = Team(members.index(me.rank), len(members), group)
+    return _state.teams[members]
 
 
 def teams_of(size: int) -> tuple[Team, Team]:
@@ -116,7 +116,7 @@ def init(device: _Connects, *, timeout: float = 1800.0, connect_timeout: float |
     if torch_dist.is_initialized():
         raise RuntimeError("collectives.init was called twice; call collectives.teardown first")
     me = read_world(os.environ)
-    place = device.bind(me.local_rank)
+    device_of_rank = device.bind(me.local_rank)
     wait: timedelta | None = None
     if me.size > 1:
         limits = order_timeouts(device.collective, timeout, connect_timeout, os.environ)
@@ -138,14 +138,14 @@ def init(device: _Connects, *, timeout: float = 1800.0, connect_timeout: float |
                 world_size=me.size,
                 timeout=wait,
             )
-            warm_up(me, place)
+            warm_up(me, device_of_rank)
             store.set(f"warm/{me.rank}", "1")
         except BaseException:
             teardown()
             raise
         finally:
             watch.cancel()
-    _state = _State(me, place, gloo=device.collective == "gloo", timeout=wait)
+    _state = _State(me, device_of_rank, gloo=device.collective == "gloo", timeout=wait)
     return me
 
 

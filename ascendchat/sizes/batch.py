@@ -66,15 +66,15 @@ class Split:
         return None if rows is None else Split(self.devices, rows, mine // rows, self.seq_len)
 
 
-def split(total: int, devices: int, seq_len: int, most_rows: int) -> Split:
-    """Share `total` tokens out with at most `most_rows` rows per device.
+def split(total: int, devices: int, seq_len: int, max_rows: int) -> Split:
+    """Share `total` tokens out with at most `max_rows` rows per device.
 
     The fewest micro-batches, then the fewest rows that reach the total: powers of two split exactly; otherwise the
     total is raised by less than one row per device and micro-batch. It is never lowered.
     """
-    wanted = max(1, -(-total // seq_len))
-    accumulation = max(1, -(-wanted // (devices * most_rows)))
-    rows = -(-wanted // (devices * accumulation))
+    rows_in_all = max(1, -(-total // seq_len))
+    accumulation = max(1, -(-rows_in_all // (devices * max_rows)))
+    rows = -(-rows_in_all // (devices * accumulation))
     return Split(devices, rows, accumulation, seq_len)
 
 
@@ -110,12 +110,12 @@ def fit_split(
     so many bytes of something else. `packaged` as in memory.training."""
     if rows is not None:
         return split_fixed(total, devices, shape.seq_len, rows)
-    have = usable(chip) - beside
-    most = largest_rows(lambda n: sum(training(shape, chip, devices, n, checkpointing, packaged).values()) <= have)
-    if not most:
+    room = usable(chip) - beside
+    max_rows = largest_rows(lambda n: sum(training(shape, chip, devices, n, checkpointing, packaged).values()) <= room)
+    if not max_rows:
         command = f"ascendchat plan --depth {shape.depth} --chip '{chip.name}' --devices {devices}"
         raise UserError(f"not even one row of {shape.seq_len} tokens fits {chip.name}; see what would: {command}")
-    return split(total, devices, shape.seq_len, most)
+    return split(total, devices, shape.seq_len, max_rows)
 
 
 @dataclass(frozen=True)

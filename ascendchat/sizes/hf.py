@@ -310,18 +310,18 @@ def finetuning(
     trained = adapters or model.total_parameters
     own = -(-trained // devices)
     tokens = min(rows * model.seq_len, HEAD_CHUNK_BYTES[size] // (size * model.vocab))
-    kept = {
+    parts = {
         "weights": (model.total_parameters + adapters) * size,
         "masters": 0 if size == FP32 else own * FP32,
         "gradients": trained * FP32 + (own * FP32 if devices > 1 else 0),
         "optimizer": own * 2 * FP32,
     }
     packed = model.packed_parameters if bits else 0
-    kept["weights"] -= packed * size - int(packed * PACKED_BYTES)
+    parts["weights"] -= packed * size - int(packed * PACKED_BYTES)
     if shard:
-        kept = shared_out(model, size, adapters, shard, offload)
+        parts = shared_out(model, size, adapters, shard, offload)
     return {
-        **kept,
+        **parts,
         "activations": finetuning_activations(model, chip, rows, checkpointing)
         + adapter_activations(model, chip, rows, lora_rank),
         "logits": tokens * model.vocab * (2 * size + FP32),

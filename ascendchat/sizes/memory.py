@@ -182,9 +182,9 @@ def mean_on_device(
     """Bytes of the mean of the last weights of `base` on a device, 0 if it has no room for it. No batch is chosen by
     it: without room it lies on the host, where it costs a few hundredths of the time. A run that goes on finds it in
     the same place."""
-    held = training(shape, chip, devices, rows, checkpointing, packaged)
+    parts = training(shape, chip, devices, rows, checkpointing, packaged)
     mean = FP32 * shared_out(shape, devices)[1]
-    return mean if sum(held.values()) + mean <= usable(chip) else 0
+    return mean if sum(parts.values()) + mean <= usable(chip) else 0
 
 
 def allocated(parts: dict[str, int]) -> int:
@@ -265,21 +265,21 @@ def prefill_work(shape: _DecoderSizes, chip: Chip, context: int) -> int:
 
 Stacks = Mapping[tuple[int, int], int]  # (rows, columns) -> how many matrices
 MAX_PADDING = 1.25  # times the matrices is what a team may exchange,
-LITTLE = 2**23  # or so many elements more: less than one more exchange is worth.
+MAX_EXTRA = 2**23  # or so many elements more: less than one more exchange is worth.
 NODE = 8  # devices always share, whatever the padding: they have less to keep than each would have alone
 
 
 def stacks(shape: Shape) -> dict[tuple[int, int], int]:
     """The matrices that Muon updates, by shape, as nn/optim.py groups them."""
-    found: dict[tuple[int, int], int] = {}
+    counts: dict[tuple[int, int], int] = {}
     heads = shape.q_dim // shape.kv_dim + 2
     for size, count in (
         ((shape.kv_dim, shape.dim), heads),
         ((shape.dim, shape.q_dim), 1),
         ((shape.mlp_dim, shape.dim), 2),
     ):
-        found[size] = found.get(size, 0) + count * shape.depth
-    return found
+        counts[size] = counts.get(size, 0) + count * shape.depth
+    return counts
 
 
 def elements(matrices: Stacks, team: int) -> int:
@@ -290,10 +290,10 @@ def elements(matrices: Stacks, team: int) -> int:
 def team_size(matrices: Stacks, devices: int) -> int:
     """Devices that share the matrices out: the largest divisor of all that pads little, if it is not too small."""
     whole = elements(matrices, 1)
-    most = max(MAX_PADDING * whole, whole + LITTLE)
+    max_elements = max(MAX_PADDING * whole, whole + MAX_EXTRA)
     divisors = [team for team in range(devices, 0, -1) if devices % team == 0]
-    enough = [team for team in divisors if team >= min(devices, NODE)]
-    return next((team for team in enough if elements(matrices, team) <= most), enough[-1])
+    large_enough = [team for team in divisors if team >= min(devices, NODE)]
+    return next((team for team in large_enough if elements(matrices, team) <= max_elements), large_enough[-1])
 
 
 def exchanged_elements(shape: Shape, devices: int) -> tuple[int, int, int]:

@@ -80,7 +80,7 @@ class BaseStage(RowStage):
         self.roomy = mean_on_device(*held) > 0  # not with a smaller one: then the plan counted too little
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
+        self.ahead = torch.full((), schedule.mtp_weight(step, self.steps), device=self.learner.place)
         if self.dropout:
             self.draw_anew(step)
         return super().micro_batches(step)
@@ -93,7 +93,7 @@ class BaseStage(RowStage):
 
     def probe(self) -> MicroBatch:
         self.averaging.reserve_mean(self.roomy and self.split is self.planned)
-        self.ahead = torch.full((), schedule.ahead(0, self.steps), device=self.learner.place)
+        self.ahead = torch.full((), schedule.mtp_weight(0, self.steps), device=self.learner.place)
         return super().probe()
 
     def smaller(self) -> bool:
@@ -109,13 +109,13 @@ class BaseStage(RowStage):
 
     def after_step(self, step: int) -> None:
         """The model is a mean of weights of the last part of the run."""
-        count = schedule.averaged(step, self.steps)
-        if count > schedule.averaged(step - 1, self.steps):
+        count = schedule.averaged_snapshots(step, self.steps)
+        if count > schedule.averaged_snapshots(step - 1, self.steps):
             self.averaging.average(count, last=step + 1 == self.steps)
 
     def load(self, saved: Checkpoint) -> None:
         """The mean comes to the host; the dry run finds where it was before, for the same bits."""
-        averaging = schedule.averaged(saved.step - 1, self.steps) > 0
+        averaging = schedule.averaged_snapshots(saved.step - 1, self.steps) > 0
         self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging)
 
     def batches(self, rows_per_step: int) -> Batches:

@@ -15,7 +15,7 @@ from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.goals import train_parts, train_plan
 from ascendchat.sizes.memory import (
     HEAD_CHUNK_BYTES,
-    LITTLE,
+    MAX_EXTRA,
     MAX_PADDING,
     MIB,
     activations,
@@ -57,7 +57,7 @@ def test_many_nodes_never_need_more_memory_each_than_one_but_for_padding(
     now = sum(training(shape, find(chip), many, rows, checkpointing).values())
     less, more = (elements(stacks(shape), team_size(stacks(shape), devices)) for devices in (few, many))
     assert now <= before + 16 * max(0, more - less)
-    assert more <= max(less, MAX_PADDING * elements(stacks(shape), 1), elements(stacks(shape), 1) + LITTLE)
+    assert more <= max(less, MAX_PADDING * elements(stacks(shape), 1), elements(stacks(shape), 1) + MAX_EXTRA)
 
 
 @STEADY
@@ -175,7 +175,7 @@ def test_the_gradient_of_fused_attention_has_its_workspace_on_npus(chip: str, by
     [
         ((1000, 1000), 52, 1024, 64),  # 64 are 1.23 times 52
         ((4096, 2048), 8, 40, 10),  # 1.25 times just
-        ((2**20, 1), 1, 72, 9),  # eight more, which is LITTLE just
+        ((2**20, 1), 1, 72, 9),  # eight more, which is MAX_EXTRA just
         ((4096, 2048), 9, 24, 8),  # 12 would be a third more
         ((4096, 4096), 3, 16, 8),  # too much padding in any case: the devices of a node
         ((4096, 4096), 3, 4, 4),
