@@ -236,10 +236,9 @@ class RlStage(Stage):
         known = proximal if self.config.updates > 1 else None  # with one update it is the policy that is trained
         return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths, known)
 
-    def loss(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
-        """See stage.py."""
+    def forward_backward(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
         most, longest = self._most
-        return self.policy_loss(batch, most * longest, scale)
+        return self.policy_loss(batch, most * longest, scale).backward()
 
     def probe(self) -> PolicyBatch:
         rows = TokenRows.empty(self.split.rows, self.model.shape.seq_len, self.pad)
@@ -347,7 +346,7 @@ def groups_of(slots: Sequence[Slot]) -> list[Group]:
 # The loss of a batch of answers and what is measured of it: nn/logprobs.py and grpo.py put together.
 #
 #     of_policy = PolicyLoss(learner, method, drawn, reference)       # built by command.py
-#     loss = of_policy(batch, tokens)                                 # RlStage.loss
+#     loss = of_policy(batch, tokens).backward()                      # RlStage.forward_backward
 #     batch = replace(batch, proximal=of_policy.logprobs(batch))      # before the first of several updates on a batch
 #
 # What is computed once per batch, without gradient: for GSPO with a known proximal policy the log-probabilities, from
