@@ -216,22 +216,13 @@ class MuonAdamW:
         collectives.all_reduce(squares, "sum")
         torch._foreach_mul_([b.own_grad for b in self.buckets], (clip / squares.sqrt().clamp_min(TINY)).clamp(max=1.0))
 
-    def reserve_mean(self, wanted: bool) -> None:
-        """Have room on the device, four bytes a parameter, for the mean of the last weights, which is else on the host.
-        Asked for in the dry run, so that a want of memory shows there and not when most of a run is over. A mean that
-        was loaded before goes where it is wanted."""
-        for bucket in self.buckets:
-            if wanted != (bucket.spare is not None):
-                bucket.spare = torch.zeros_like(bucket.weight) if wanted else None
-                if (mean := bucket.state.pop("mean", None)) is not None:
-                    bucket.mean().copy_(mean)
-
     @torch.no_grad()
     def average(self, count: int, *, last: bool) -> None:
-        """Take the weights into their mean as the `count`-th, from 1 on; the last time they become that mean."""
+        """Weight averaging: the weights enter their mean as the `count`-th snapshot, from 1 on; after the last one they
+        become that mean."""
         for bucket in self.buckets:
             mean = bucket.mean()
-            mean.lerp_(bucket.weight.to(mean.device), 1.0 / count)
+            mean.lerp_(bucket.weight.cpu(), 1.0 / count)
             if last:
                 bucket.weight.copy_(mean)
                 bucket.publish()
@@ -245,7 +236,7 @@ class MuonAdamW:
     @torch.no_grad()
     def load(self, read: Callable[[Shard], Tensor], steps_done: int, *, averaging: bool = False) -> None:
         """Fill this rank's state from whatever ranks saved it, and the parameters of all ranks with it; `averaging`:
-        the mean of the weights is already part of the state."""
+        the mean of the weights is part of the state already."""
         for bucket in self.buckets:
             if averaging:
                 bucket.mean()
@@ -328,7 +319,6 @@ class Bucket:
             self.weight = room.weight.copy_(self.own_flat)
         else:
             self.weight = self.own_flat if first.dtype == torch.float32 else self.own_flat.float()
-        self.spare: Tensor | None = None
         self.state = {"first": torch.zeros_like(self.weight)}
         if group.matrix:
             rows = self.share // self.unit[1]
@@ -407,10 +397,10 @@ class Bucket:
             )
 
     def mean(self) -> Tensor:
-        """The mean of some weights of this rank's share, from the first call on part of the state: in `spare`, if that
-        was made (MuonAdamW.reserve_mean), else on the host."""
+        """The averaged weights of this rank's share, part of the state from the first call on. They lie on the host:
+        about eight snapshots of a run do not pay for four bytes a parameter of the device."""
         if "mean" not in self.state:
-            self.state["mean"] = torch.zeros_like(self.weight, device="cpu") if self.spare is None else self.spare
+            self.state["mean"] = torch.zeros_like(self.weight, device="cpu")
         return self.state["mean"]
 
     def publish(self) -> None:

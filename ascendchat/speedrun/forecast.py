@@ -153,12 +153,11 @@ class _Forecaster:
         assert self.model is not None
         config = self.plan_config(settings, tokens=max(1, int(tokens)) if tokens else None)
         plan = train_plan(config, self.chip, self.model)
-        parts, mean = plan["memory"]["parts"], FP32 * self.model.total_parameters if averages else 0  # saved at the end
+        mean = FP32 * self.model.total_parameters if averages else 0  # saved at the end
         checkpoints = int(settings.get("keep", TrainConfig.keep)) + 1  # and the best
         saved = checkpoints * checkpoint_bytes(config, self.model, self.chip) + mean
         seconds = plan["time"]["hours"] * 3600 if tokens else None
-        needed = plan["memory"]["total"] - (0 if averages else parts.get("mean_of_weights", 0))
-        return _Forecast(seconds, needed, saved, 0.0, f"{plan['run']['steps']:,} steps" * bool(tokens))
+        return _Forecast(seconds, plan["memory"]["total"], saved, 0.0, f"{plan['run']['steps']:,} steps" * bool(tokens))
 
     def base(self, settings: Settings) -> _Forecast:
         if settings.get("minutes"):

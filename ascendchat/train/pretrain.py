@@ -34,7 +34,6 @@ from ascendchat.parallel.context import Context
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
-from ascendchat.sizes.memory import mean_on_device
 from ascendchat.train.budget import MAX_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
 from ascendchat.train.model import TrainModel, build
 from ascendchat.train.rows import SAMPLE_TOKENS, RowStage
@@ -67,15 +66,6 @@ class BaseStage(RowStage):
         self.dropout = config.dropout
         super().__init__(learner, split, steps, text.tokenizer, config)
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
-        held = (
-            learner.model.shape,
-            learner.device.chip,
-            collectives.world().size,
-            split.rows,
-            config.activation_checkpointing,
-        )
-        self.planned: Split | None = split  # None: not even that fits
-        self.roomy = mean_on_device(*held) > 0  # not with a smaller one: then the plan counted too little
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
@@ -84,15 +74,8 @@ class BaseStage(RowStage):
         return super().micro_batches(step)
 
     def probe(self) -> MicroBatch:
-        self.averaging.reserve_mean(self.roomy and self.split is self.planned)
         self.ahead = torch.full((), schedule.ahead(0, self.steps), device=self.learner.place)
         return super().probe()
-
-    def smaller(self) -> bool:
-        if super().smaller():
-            return True
-        again, self.planned = self.roomy and self.split is self.planned, None  # one row may fit without the mean
-        return again
 
     @property
     def averaging(self) -> MuonAdamW:
@@ -106,7 +89,6 @@ class BaseStage(RowStage):
             self.averaging.average(count, last=step + 1 == self.steps)
 
     def load(self, saved: Checkpoint) -> None:
-        """The mean comes to the host; the dry run finds where it was before, for the same bits."""
         averaging = schedule.averaged(saved.step - 1, self.steps) > 0
         self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging)
 

@@ -8,9 +8,8 @@ import dataclasses
 import pytest
 
 from ascendchat.chips import find
-from ascendchat.config.commands import PlanConfig, SpeedrunConfig
+from ascendchat.config.commands import SpeedrunConfig
 from ascendchat.device.env import MachineFacts
-from ascendchat.plan.goals import train_plan
 from ascendchat.sizes.shape import Shape
 from ascendchat.speedrun.command import read_recipe, run
 from ascendchat.speedrun.forecast import forecasts
@@ -61,5 +60,4 @@ def test_only_base_keeps_the_mean_of_its_weights_and_checkpoints_are_whole() -> 
         assert base.disk - sft.disk == 4 * Shape.from_depth(20).total_parameters, "the last one has the mean"
         disks.add(sft.disk)
     assert len(disks) == 1, "how many devices write it does not matter"
-    parts = train_plan(PlanConfig(depth=20, devices=8), chip)["memory"]["parts"]
-    assert base.memory - sft.memory == parts["mean_of_weights"] > 0
+    assert base.memory == sft.memory, "on the devices it takes nothing"
