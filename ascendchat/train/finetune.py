@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat.checkpoint import UNWRITTEN, to_continue
+from ascendchat.checkpoint import UNWRITTEN, Checkpoint, to_continue
 from ascendchat.config import NotSaved
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
 from ascendchat.data.chat.preview import colours, preview_mixture
-from ascendchat.data.corpus import Corpus
-from ascendchat.data.loader import MicroBatch
-from ascendchat.data.mixture import absolute
+from ascendchat.data.mixture import Batches, absolute
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.errors import UserError
 from ascendchat.models.export import export, export_adapter
@@ -36,7 +35,7 @@ from ascendchat.models.quantize import check_packing
 from ascendchat.models.shape import HFShape
 from ascendchat.models.template import ChatTemplate
 from ascendchat.models.tokenizer import HFTokenizer
-from ascendchat.models.trained import BESIDE
+from ascendchat.models.trained import BESIDE, HFSource
 from ascendchat.nn.attention import choose
 from ascendchat.nn.optim import Group, adamw_groups, muon_groups
 from ascendchat.parallel.context import Context
@@ -44,13 +43,16 @@ from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.hf import FINETUNE_ROWS, check_bits, check_bits_on
+from ascendchat.sizes.schedule import Curve
 from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_chat_mixture
 from ascendchat.tasks.named import knows
 from ascendchat.tasks.overlap import report_overlaps
-from ascendchat.train.chat import ChatStage
+from ascendchat.tasks.pairs import PairMixture
+from ascendchat.train.chat import chat_evaluation, chat_identity
+from ascendchat.train.evaluation import Evaluation, reply_loss
 from ascendchat.train.model import TrainModel, optimizer_for, say_package
 from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
-from ascendchat.train.rows import share_out
+from ascendchat.train.rows import RowStage, curve, learning_rates, row_facts, seeder, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
 from ascendchat.train.start import Beginning, Theirs, begin_with_ours, check_output, open_start, start_of
@@ -62,68 +64,52 @@ OWN_FACTOR = 0.05  # on the rates of pretraining, for pairs
 LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora"
 
 
-class _FinetuneStage(ChatStage):
+def finetune_stage(
+    learner: TrainModel, split: Split, steps: int, mixture: ChatMixture, config: FinetuneConfig, theirs: Theirs
+) -> RowStage:
     """Cross-entropy on the assistant's tokens, by a model that somebody else has trained."""
+    tokenizer, model, lora = theirs.tokenizer, theirs.model, theirs.lora
+    learning = learning_rates(config, model.shape, split.total)
+    over_run = curve(config, steps, Curve(warmup=min(20, steps // 10), warmdown=1.0, final=0.0))
+    if config.muon:
+        groups = muon_groups(model, learning["all"], config.matrix_lr or MUON_RATE, config.weight_decay)
+    else:
+        groups = adamw_groups(model, learning["all"], config.weight_decay)
+    identity = chat_identity("hf", learner, split, steps, mixture, tokenizer, config, theirs.origin)
+    # Where ranks share the weights out, they would not take part in generation and scoring equally often.
+    alone = chat_evaluation(learner, tokenizer, mixture)
+    shared = Evaluation(partial(reply_loss, learner, mixture.validation))
+    stage = RowStage(
+        learner,
+        split,
+        steps,
+        batches=partial(Batches, mixture.sources),
+        optimizer=finetuning_optimizer(learner, learning, groups, theirs),
+        rates=partial(finetuning_rates, steps=steps, curve=over_run, config=config),
+        identity={**identity, **adapter_identity(config, theirs), "optimizer": "muon" if config.muon else "adamw"},
+        facts=row_facts(learner, split, learning, over_run),
+        evaluation=shared if theirs.mesh else alone,
+        reseed=seeder(learner, config.seed) if config.lora_dropout else None,
+        weights=partial(trained_weights, theirs, learner.device.dtype),
+    )
+    if lora:  # no gradients of frozen weights: a third less of each product
+        stage.flops_per_token += 6.0 * stage.trained - 2.0 * model.shape.counted.matmul_parameters
+    return stage
 
-    def __init__(
-        self,
-        learner: TrainModel,
-        split: Split,
-        steps: int,
-        mixture: ChatMixture,
-        config: FinetuneConfig,
-        theirs: Theirs,
-    ) -> None:
-        self.config, self.theirs = config, theirs
-        super().__init__("hf", learner, split, steps, mixture, theirs.tokenizer, config, theirs.origin)
-        if theirs.lora:  # no gradients of frozen weights: a third less of each product
-            shape, own = theirs.model.shape, self.trained
-            self.flops_per_token += 6.0 * own - 2.0 * shape.counted.matmul_parameters
 
-    @property
-    def trained(self) -> int:
-        """Parameters that learn."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+def finetuning_rates(step: int, *, steps: int, curve: Curve, config: FinetuneConfig) -> dict[str, float]:
+    """Arguments of the optimizer for a model of Hugging Face."""
+    scale = schedule.finetuning_scale(step, steps, config.lr_scheduler_type, curve.warmup, curve.final)
+    rates = {"lr_scale": scale, **({"clip": config.max_grad_norm} if config.max_grad_norm else {})}
+    if config.muon:
+        rates["momentum"] = schedule.momentum(step, steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=1.0)
+    return rates
 
-    def make_optimizer(self, rates: dict[str, float]) -> Optimizer:
-        config, lr = self.config, rates["all"]
-        if config.muon:
-            made = muon_groups(self.model, lr, config.matrix_lr or MUON_RATE, config.weight_decay)
-        else:
-            made = adamw_groups(self.model, lr, config.weight_decay)
-        return finetuning_optimizer(self.learner, rates, made, self.theirs)
 
-    def micro_batches(self, step: int) -> Iterator[MicroBatch]:  # type: ignore[override]
-        for number, batch in enumerate(super().micro_batches(step)):
-            if self.config.lora_dropout:
-                self.draw_anew(step, number)
-            yield batch
-
-    def rates(self, step: int) -> dict[str, float]:
-        curve, config = self.curve, self.config
-        scale = schedule.finetuning_scale(step, self.steps, config.lr_scheduler_type, curve.warmup, curve.final)
-        rates = {"lr_scale": scale, **({"clip": config.max_grad_norm} if config.max_grad_norm else {})}
-        if config.muon:
-            rates["momentum"] = schedule.momentum(step, self.steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=1.0)
-        return rates
-
-    def weights(self) -> dict[str, Tensor]:
-        return trained_weights(self.theirs, self.learner.device.dtype)
-
-    def sample(self, step: int) -> list[str]:
-        return [] if self.theirs.mesh else super().sample(step)  # an engine wants its weights whole
-
-    def text_bits(self, corpora: Sequence[Corpus], most: int) -> dict[str, float]:
-        return {} if self.theirs.mesh else super().text_bits(corpora, most)  # ranks would not take part equally often
-
-    def identity(self) -> dict[str, Any]:
-        lora, optimizer = self.theirs.lora, "muon" if self.config.muon else "adamw"
-        rows = {"packing": None if self.config.packing else False, "bits": self.config.bits}
-        return {**super().identity(), **rows, "lora": lora.to_dict() if lora else None, "optimizer": optimizer}
-
-    def summary(self) -> str:
-        part = f", of which {self.trained / 1e6:.2f} M learn (LoRA)" if self.theirs.lora else ""
-        return super().summary().replace(" parameters;", f" parameters{part};", 1)
+def adapter_identity(config: FinetuneConfig, theirs: Theirs) -> dict[str, Any]:
+    """The part of Stage.identity that all fine-tuning has."""
+    lora = theirs.lora.to_dict() if theirs.lora else None
+    return {"packing": None if config.packing else False, "bits": config.bits, "lora": lora}
 
 
 def run(config: FinetuneConfig) -> int:
@@ -148,7 +134,7 @@ def run(config: FinetuneConfig) -> int:
             return 0
         split, steps = batch_and_steps(config, shape, here, mixture.per_epoch)
         check_output(config.output_dir, saved, steps)
-        stage = _FinetuneStage(learner_of(theirs, config, here), split, steps, mixture, config, theirs)
+        stage = finetune_stage(learner_of(theirs, config, here), split, steps, mixture, config, theirs)
         if not saved and mixture.validation and config.eval_every >= 0:
             say(f"held-out loss before: {first_loss(stage):.4f}")
 
@@ -183,38 +169,50 @@ def learn_pairs(config: FinetuneConfig) -> int:
         folder, out = run_folder(name, "hf"), Path(config.output_dir).expanduser()
         learner = learner_of(theirs, config, here)
         begin = Beginning(learner, theirs.tokenizer, theirs.origin, replace(config, run=name), name, theirs.add_files)
-        status = train_pairs(begin, here, partial(_PairStage, theirs))
+        status = train_pairs(begin, here, partial(pair_stage, theirs))
         if status == 0 and config.output_dir and not config.preview:
             write_model(theirs, folder, out, here)
         return status
 
 
-class _PairStage(PreferenceStage):
-    """Pairs, with adapters or shared out weights."""
+def pair_stage(
+    theirs: Theirs,
+    method: str,
+    learner: TrainModel,
+    split: Split,
+    steps: int,
+    mixture: PairMixture,
+    tokenizer: Tokenizer,
+    config: FinetuneConfig,
+    origin: Checkpoint | HFSource,
+) -> PreferenceStage:
+    """Pairs, with adapters or weights that ranks share out."""
+    learning = learning_rates(config, theirs.model.shape, split.total)
+    groups = adamw_groups(theirs.model, learning["all"], config.weight_decay or 0.0)
+    return PreferenceStage(
+        method,
+        learner,
+        split,
+        steps,
+        mixture,
+        tokenizer,
+        config,
+        origin,
+        optimizer=finetuning_optimizer(learner, learning, groups, theirs),
+        identity=adapter_identity(config, theirs),
+        weights=partial(trained_weights, theirs, learner.device.dtype),
+    )
 
-    def __init__(self, theirs: Theirs, *arguments: Any) -> None:
-        self.theirs = theirs
-        super().__init__(*arguments)
 
-    def make_optimizer(self, rates: dict[str, float]) -> Optimizer:
-        made = adamw_groups(self.model, rates["all"], self.config.weight_decay or 0.0)
-        return finetuning_optimizer(self.learner, rates, made, self.theirs)
-
-    def weights(self) -> dict[str, Tensor]:
-        return trained_weights(self.theirs, self.learner.device.dtype)
-
-    def identity(self) -> dict[str, Any]:
-        lora = self.theirs.lora
-        rows = {"packing": None if self.config.packing else False, "bits": self.config.bits}
-        return {**super().identity(), **rows, "lora": lora.to_dict() if lora else None}
-
-
-def finetuning_optimizer(learner: TrainModel, rates: dict[str, float], made: list[Group], theirs: Theirs) -> Optimizer:
+def finetuning_optimizer(
+    learner: TrainModel, learning: dict[str, float], groups: list[Group], theirs: Theirs
+) -> Optimizer:
+    """The optimizer of whole weights, or of those that ranks share out."""
     if theirs.mesh is None:
-        return optimizer_for(learner, rates, made)
+        return optimizer_for(learner, learning, groups)
     from ascendchat.nn.sharded import ShardedAdamW
 
-    return ShardedAdamW(theirs.model, made, theirs.mesh, fused=learner.device.chip.fused_adamw)
+    return ShardedAdamW(theirs.model, groups, theirs.mesh, fused=learner.device.chip.fused_adamw)
 
 
 def trained_weights(theirs: Theirs, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -414,7 +412,7 @@ def batch_and_steps(config: FinetuneConfig, shape: HFShape, here: Context, rows:
 
 
 @torch.no_grad()
-def first_loss(stage: _FinetuneStage) -> float:
+def first_loss(stage: RowStage) -> float:
     """The held-out loss of the model as it came."""
     stage.model.eval()
     loss = stage.evaluate(0)["val_loss"]

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,10 +49,18 @@ from ascendchat.sizes.schedule import Curve, finetuning_scale
 from ascendchat.sizes.shape import Shape
 from ascendchat.tasks.named import knows
 from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
-from ascendchat.train.model import TrainModel
-from ascendchat.train.rows import RowStage, share_out
+from ascendchat.train.model import TrainModel, optimizer_for
+from ascendchat.train.rows import (
+    RowStage,
+    curve,
+    learning_rates,
+    pretraining_rates,
+    row_facts,
+    row_identity,
+    share_out,
+)
 from ascendchat.train.run import train_stage
-from ascendchat.train.stage import Loss
+from ascendchat.train.stage import Loss, Optimizer
 from ascendchat.train.start import Beginning, check_output, only_weights
 
 BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
@@ -118,8 +126,6 @@ class _UploadedPairs:
 class PreferenceStage(RowStage):
     """A loss on pairs of replies. `split` shares out bins of two rows."""
 
-    mixture: PairMixture
-
     def __init__(
         self,
         method: str,
@@ -130,25 +136,49 @@ class PreferenceStage(RowStage):
         tokenizer: Tokenizer,
         config: FinetuneConfig,
         origin: Checkpoint | HFSource,
+        *,
+        optimizer: Optimizer | None = None,
+        identity: Mapping[str, Any] | None = None,
+        weights: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
-        self.method, self.mixture, self.origin, self.config = method, mixture, origin, config
+        """`optimizer`: another than that of our own models; `identity`: more of it; `weights`: of a checkpoint, if not
+        all."""
+        self.method, self.mixture = method, mixture
         self.numbers = weights_of(method, config)
         self.reference: Tensor | None = None  # (pairs, 2), of all pairs of the mixture, on the host
         shape = learner.model.shape
         readout = Float32Readout(learner.model.head.dtype, learner.place)
         self.drawn = Drawn(shape.vocab, softcap=learner.model.softcap, readout=readout)
-        super().__init__(learner, split, steps, tokenizer, config, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
+        learning = learning_rates(config, shape, split.total)
+        over_run = curve(config, steps, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
+        start = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
+        super().__init__(
+            learner,
+            split,
+            steps,
+            batches=partial(PairBatches, mixture.sources),
+            optimizer=optimizer or optimizer_for(learner, learning),
+            rates=partial(pair_rates, steps=steps, curve=over_run, config=config),
+            identity={
+                "stage": "hf",
+                "method": method,
+                "loss": vars(self.numbers),
+                **row_identity(learner, tokenizer, split, steps, config.seed),
+                "data": mixture.facts,
+                "start": start,
+                **(identity or {}),
+            },
+            facts=row_facts(learner, split, learning, over_run),
+            weights=weights,
+        )
         self.model.train()  # activations are recomputed in this mode only
 
     # ---- a step --------------------------------------------------------------------------------
 
-    def batches(self, rows_per_step: int) -> PairBatches:
-        return PairBatches(self.mixture.sources, rows_per_step)
-
     def micro_batches(self, step: int) -> Iterator[_UploadedPairs]:  # type: ignore[override]
         """This rank's bins of a step; one batch is made while the device works on that before."""
         split, mine = self.split, self.split.rows * self.split.accumulation
-        batches, first = self.batches(mine * split.devices), collectives.world().rank * mine
+        batches, first = PairBatches(self.mixture.sources, mine * split.devices), collectives.world().rank * mine
         pairs = batches.targets(step)
         for begin in range(first, first + mine, split.rows):
             yield self.upload(batches.batch(step, begin, begin + split.rows), pairs)
@@ -198,16 +228,10 @@ class PreferenceStage(RowStage):
         metrics = {name: value.sum() * share for name, value in measured.items()}
         return Loss(found.loss.sum() * (share * scale), metrics).backward()
 
-    def probe(self) -> _UploadedPairs:  # type: ignore[override]
+    def probe(self) -> _UploadedPairs:
         """The first bins: a bin is as large as any other."""
         batches = PairBatches(self.mixture.sources, self.split.rows)
         return self.upload(batches.batch(0), batches.targets(0))
-
-    def rates(self, step: int) -> dict[str, float]:
-        curve, config = self.curve, self.config
-        scale = finetuning_scale(step, self.steps, config.lr_scheduler_type, curve.warmup, curve.final)
-        rates = {**super().rates(step), "lr_scale": scale}
-        return {**rates, "clip": config.max_grad_norm} if config.max_grad_norm else rates
 
     # ---- looking at it -------------------------------------------------------------------------
 
@@ -251,11 +275,6 @@ class PreferenceStage(RowStage):
     def is_spike(self, loss: float, mean: float) -> bool:
         return False  # a pair that is far off in a step of few pairs shows nothing
 
-    def identity(self) -> dict[str, Any]:
-        start = f"{self.origin.state.get('stage')} step {self.origin.step} {self.origin.fingerprint}"
-        about = {"stage": "hf", "method": self.method, "loss": vars(self.numbers)}
-        return {**about, **super().identity(), "data": self.mixture.facts, "start": start}
-
     def summary(self) -> str:
         split, mixture = self.split, self.mixture
         pairs = mixture.pairs / mixture.bins * split.devices * split.rows * split.accumulation
@@ -264,6 +283,13 @@ class PreferenceStage(RowStage):
             f"{self.steps} steps of about {pairs:.0f} pairs = {split.devices} device(s) x {2 * split.rows} rows x "
             f"{split.accumulation} micro-batch(es) x {split.seq_len // 2}"
         )
+
+
+def pair_rates(step: int, *, steps: int, curve: Curve, config: FinetuneConfig) -> dict[str, float]:
+    """Arguments of the optimizer for pairs, whichever model."""
+    scale = finetuning_scale(step, steps, config.lr_scheduler_type, curve.warmup, curve.final)
+    rates = {**pretraining_rates(step, steps=steps, curve=curve), "lr_scale": scale}
+    return {**rates, "clip": config.max_grad_norm} if config.max_grad_norm else rates
 
 
 def averaged(total: Tensor | None, names: tuple[str, ...], place: torch.device) -> dict[str, float]:

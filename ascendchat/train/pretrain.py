@@ -9,16 +9,16 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ascendchat.checkpoint import Checkpoint, to_continue
+from ascendchat.checkpoint import to_continue
 from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data import toyworld
 from ascendchat.data.corpus import Corpus, TextRows, open_corpora, read_corpus_manifest
-from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import MIXTURE, Batches, absolute, parse_entry
 from ascendchat.data.prepare import TOYWORLD, prepare
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
@@ -28,17 +28,26 @@ from ascendchat.errors import UserError, home
 from ascendchat.eval import core
 from ascendchat.eval.core import load_bundle
 from ascendchat.models.open import settings_of
-from ascendchat.nn.optim import MuonAdamW
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
+from ascendchat.sizes.schedule import Curve
 from ascendchat.train.budget import MAX_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
-from ascendchat.train.model import TrainModel, build
-from ascendchat.train.rows import SAMPLE_TOKENS, RowStage
+from ascendchat.train.evaluation import SAMPLE_TOKENS, Evaluation, continue_prompts, core_metrics, text_bits
+from ascendchat.train.model import TrainModel, build, optimizer_for
+from ascendchat.train.rows import (
+    RowStage,
+    WeightAveraging,
+    curve,
+    learning_rates,
+    pretraining_rates,
+    row_facts,
+    row_identity,
+    seeder,
+)
 from ascendchat.train.run import train_stage, training_context, with_attend
-from ascendchat.train.stage import updates_of
 
 MAX_EVAL_TOKENS = 10_000_000
 EMBEDDED_VOCAB = 1536  # ids of the tokenizer that is made for the embedded corpus,
@@ -49,78 +58,6 @@ MAX_SHARDS, SHARD_TOKENS = 6542, 55_000_000  # files of climbmix, and the tokens
 PROMPTS = ("", "The capital of", "北京")
 
 
-class BaseStage(RowStage):
-    """Next-token prediction over packed text."""
-
-    def __init__(
-        self,
-        learner: TrainModel,
-        split: Split,
-        steps: int,
-        text: _Text,
-        config: BaseConfig,
-        core_tasks: Sequence[core.CoreTask] = (),
-    ) -> None:
-        self.text, self.eval_tokens = text, config.eval_tokens
-        self.core_tasks, self.core_rows = core_tasks, config.core_metric_max_per_task
-        self.dropout = config.dropout
-        super().__init__(learner, split, steps, text.tokenizer, config)
-        self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
-        if self.dropout:
-            self.draw_anew(step)
-        return super().micro_batches(step)
-
-    def probe(self) -> MicroBatch:
-        self.ahead = torch.full((), schedule.ahead(0, self.steps), device=self.learner.place)
-        return super().probe()
-
-    @property
-    def averaging(self) -> MuonAdamW:
-        assert isinstance(self.optimizer, MuonAdamW)
-        return self.optimizer
-
-    def after_step(self, step: int) -> None:
-        """The model is a mean of weights of the last part of the run."""
-        count = schedule.averaged(step, self.steps)
-        if count > schedule.averaged(step - 1, self.steps):
-            self.averaging.average(count, last=step + 1 == self.steps)
-
-    def load(self, saved: Checkpoint) -> None:
-        averaging = schedule.averaged(saved.step - 1, self.steps) > 0
-        self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging)
-
-    def batches(self, rows_per_step: int) -> Batches:
-        seq_len, seed = self.split.seq_len, self.seed
-        return Batches(
-            [(TextRows(corpus, seq_len, seed), weight) for corpus, weight in self.text.corpora], rows_per_step
-        )
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        return self.text_bits(self.text.validation, self.eval_tokens or MAX_EVAL_TOKENS)
-
-    def examine(self, step: int) -> dict[str, float]:
-        length, most = self.split.seq_len, None if self.core_rows == -1 else self.core_rows
-        report = core.score_tasks(
-            self.core_tasks, self.scorer(), self.tokenizer, max_len=length, max_per_task=most, say=lambda text: None
-        )
-        whole, every = report.mean(subsets=False), report.mean(subsets=True)
-        found = {"core": whole, "core_with_subsets": None if every == whole else every}
-        return {name: score for name, score in found.items() if score is not None}
-
-    def sample(self, step: int) -> list[str]:
-        room = prompt_room(self.model.shape.seq_len, SAMPLE_TOKENS)
-        starts = [[self.tokenizer.bos, *self.tokenizer.encode(prompt)][:room] for prompt in PROMPTS]
-        plain = Sampling(max_tokens=SAMPLE_TOKENS, temperature=0.0, stop_tokens=(), tools=False)
-        return [f"{prompt} | {text}" for prompt, text in zip(PROMPTS, self.continue_prompts(starts, plain))]
-
-    def identity(self) -> dict[str, Any]:
-        data = [[corpus.fingerprint, weight] for corpus, weight in self.text.corpora]
-        return {"stage": "base", **super().identity(), "data": data}
-
-
 class _Text(NamedTuple):
     """What a base model reads."""
 
@@ -128,6 +65,58 @@ class _Text(NamedTuple):
     corpora: list[tuple[Corpus, float]]
     validation: list[Corpus]
     tokenizer: Tokenizer
+
+
+def base_stage(
+    learner: TrainModel,
+    split: Split,
+    steps: int,
+    text: _Text,
+    config: BaseConfig,
+    core_tasks: Sequence[core.CoreTask] = (),
+) -> RowStage:
+    """Next-token prediction over packed text."""
+    shape, tokenizer, seed = learner.model.shape, text.tokenizer, config.seed
+    learning, over_run = learning_rates(config, shape, split.total), curve(config, steps, Curve())
+    optimizer = optimizer_for(learner, learning)
+    decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
+    sources = [(TextRows(corpus, split.seq_len, seed), weight) for corpus, weight in text.corpora]
+    most_rows = None if config.core_metric_max_per_task == -1 else config.core_metric_max_per_task
+    most_tokens = config.eval_tokens or MAX_EVAL_TOKENS
+    evaluation = Evaluation(
+        partial(text_bits, learner, tokenizer, text.validation, most_tokens),
+        partial(core_metrics, learner, tokenizer, core_tasks, most_rows),
+        partial(samples, learner, tokenizer),
+    )
+    data = [[corpus.fingerprint, weight] for corpus, weight in text.corpora]
+    reseed = seeder(learner, seed)
+
+    def before_each_step(step: int, number: int) -> None:
+        if number == 0:
+            reseed(step)
+
+    return RowStage(
+        learner,
+        split,
+        steps,
+        batches=partial(Batches, sources),
+        optimizer=optimizer,
+        rates=partial(pretraining_rates, steps=steps, curve=over_run, decay=decay),
+        identity={"stage": "base", **row_identity(learner, tokenizer, split, steps, seed), "data": data},
+        facts=row_facts(learner, split, learning, over_run),
+        evaluation=evaluation,
+        mtp_weights=torch.tensor([schedule.ahead(step, steps) for step in range(steps)], device=learner.place),
+        averaging=WeightAveraging(optimizer, steps),
+        reseed=before_each_step if config.dropout else None,
+    )
+
+
+def samples(learner: TrainModel, tokenizer: Tokenizer) -> list[str]:
+    """Greedy continuations of PROMPTS."""
+    room = prompt_room(learner.model.shape.seq_len, SAMPLE_TOKENS)
+    starts = [[tokenizer.bos, *tokenizer.encode(prompt)][:room] for prompt in PROMPTS]
+    plain = Sampling(max_tokens=SAMPLE_TOKENS, temperature=0.0, stop_tokens=(), tools=False)
+    return [f"{prompt} | {text}" for prompt, text in zip(PROMPTS, continue_prompts(learner, tokenizer, starts, plain))]
 
 
 def check_horizon(config: BaseConfig) -> None:
@@ -211,7 +200,7 @@ def run(config: BaseConfig) -> int:
                 f"the text is read {times:.1f} times; beyond {MAX_PASSES:.0f} a model tends to learn it by heart and "
                 "to validate worse (so --minutes stops there): more text helps, --dropout 0.1 may"
             )
-        stage = BaseStage(learner, split, steps, text, config, core_tasks)
+        stage = base_stage(learner, split, steps, text, config, core_tasks)
         return train_stage(
             stage,
             here,

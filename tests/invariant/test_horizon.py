@@ -258,16 +258,16 @@ def test_a_run_that_goes_on_in_its_last_tenth_has_the_bits_of_one_that_was_never
             raise Killed
 
     averaged, sizes = (
-        pretrain.BaseStage.after_step,
+        pretrain.RowStage.after_step,
         [*SIZES[:-4], "--device-batch-size", "1", "--total-batch-size", "32"],
     )
     where = ["--data", str(words), "--device-type", "cpu", "--sample-every", "0", "--save-every", "1"]
     command = ["base", *sizes, *where, "--num-iterations", "30"]
     assert main([*command, "--run", "whole"]) == 0
-    monkeypatch.setattr(pretrain.BaseStage, "after_step", after_step)
+    monkeypatch.setattr(pretrain.RowStage, "after_step", after_step)
     with pytest.raises(Killed):
         main([*command, "--run", "cut"])
-    monkeypatch.setattr(pretrain.BaseStage, "after_step", averaged)
+    monkeypatch.setattr(pretrain.RowStage, "after_step", averaged)
     assert main([*command, "--run", "cut"]) == 0
     assert "continuing after step 2" in capsys.readouterr().out
     whole, cut = (

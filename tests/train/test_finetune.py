@@ -134,7 +134,7 @@ def test_samples_that_fail_cost_no_trained_model(
     def fail(*_: Any) -> list[str]:
         raise RuntimeError("no such slice\nat dimension 0")
 
-    monkeypatch.setattr("ascendchat.train.chat.ChatStage.sample", fail)
+    monkeypatch.setattr("ascendchat.train.rows.RowStage.sample", fail)
     told = [*words(place, "unseen", "--val-size", "0"), "--steps", "1", "--sample-every", "1"]
     assert main([*told, "--output-dir", str(place / "unseen")]) == 0
     assert "no samples of step 1: RuntimeError: no such slice\n" in capsys.readouterr().out
