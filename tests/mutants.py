@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PER_PLACE = 34
 PLACES = {
     "loss": "nn/loss nn/logprobs nn/preference",
-    "optimizers": "nn/optim nn/updates",
+    "optimizers": "nn/optim",
     "attention choice": "nn/attention",
     "packing": "data/corpus data/chat/rows data/chat/pairs",
     "templates": "models/template data/chat/template",

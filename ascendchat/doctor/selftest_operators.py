@@ -18,12 +18,11 @@ from torch import Tensor
 
 from ascendchat.device import Device
 from ascendchat.nn import IGNORE
-from ascendchat.nn.attention import Attention, choose, same, visible
-from ascendchat.nn.documents import documents
+from ascendchat.nn.attention import Attention, choose, documents, same, visible
 from ascendchat.nn.flash_attend import flash_attn_varlen_func
 from ascendchat.nn.gpt import Ops, PlainOps, rope_tables, shifted
 from ascendchat.nn.loss import SOFTCAP, head_loss
-from ascendchat.nn.updates import adamw_update, muon_update
+from ascendchat.nn.optim import adamw_update, muon_update
 from ascendchat.sizes.shape import Shape
 
 LIMITS = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # float32: some chips multiply with 10 bits

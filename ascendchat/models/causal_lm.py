@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from ascendchat.models.import_transformers import library
 from ascendchat.models.shape import HFShape
-from ascendchat.nn.documents import Documents
 from ascendchat.nn.loss import uncapped_score
-from ascendchat.nn.model import Attend, LanguageModel, Shift
+from ascendchat.nn.model import Attend, Documents, LanguageModel, Shift
 
 ATTENTION = "ascendchat"
 

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ascendchat.nn.documents import Documents
+from ascendchat.nn.attention import dense
 from ascendchat.nn.loss import SOFTCAP, score, softcap
-from ascendchat.nn.model import NORM_EPS, Attend, LanguageModel, Shift, dense
+from ascendchat.nn.model import NORM_EPS, Attend, Documents, LanguageModel, Shift
 from ascendchat.sizes.shape import SMEAR_GATE_CHANNELS, Formulas, Shape
 
 __all__ = ["GPT", "Attend", "Block", "Heads", "Ops", "PlainOps", "Rope", "Shift", "attention_scale", "dense", "shifted"]

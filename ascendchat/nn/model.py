@@ -13,17 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from ascendchat.nn.attention import Attention
-    from ascendchat.nn.documents import Documents
-
-
 NORM_EPS = 1e-6
-
 
 Scorer = Callable[..., tuple[Tensor, Tensor, Tensor]]  # as `score` in loss.py
 
@@ -32,6 +26,15 @@ class Attend(Protocol):
     """How a layer attends: training passes the kernel over rows, decoding one that reads a cache."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class Documents(NamedTuple):
+    """Where the documents of a batch (B, T) begin and end; `documents` in attention.py makes it. Every row begins one;
+    padding is one of its own."""
+
+    follows: Tensor  # (B, T) in the compute dtype: 1 where the token before is of the same document, else 0
+    bounds: Any  # as the kernel's `packed` wants it
+    positions: Tensor | None = None  # (B, T) within the document, for models that count from there
 
 
 class Shift(Protocol):
@@ -127,16 +130,3 @@ class LanguageModel(nn.Module):
     def to_compute(self, dtype: Any) -> LanguageModel:
         """Weights in the compute dtype."""
         raise NotImplementedError
-
-
-def dense(model: LanguageModel, kernel: Attention, seq_len: int | None = None) -> Attend:
-    """Causal attention over whole rows, or within the documents of a batch; each layer with its window."""
-    windows, scale = model.shape.windows(seq_len), model.scale
-    kernel.prepare(seq_len or model.shape.seq_len, windows, model.head.device)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, bounds: Any = None) -> Tensor:
-        if bounds is None:
-            return kernel.dense(q, k, v, windows[layer], scale)
-        return kernel.packed(q, k, v, bounds, windows[layer], scale)
-
-    return attend

@@ -31,8 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from ascendchat.checkpoint import Shard
 from ascendchat.errors import UserError
-from ascendchat.nn.optim import Group
-from ascendchat.nn.updates import TINY, adamw_update
+from ascendchat.nn.optim import TINY, Group, adamw_update
 from ascendchat.parallel import collectives
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ascendchat.errors import UserError
-from ascendchat.nn.documents import Documents
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantAttention, InvariantOps
+from ascendchat.nn.model import Documents
 from ascendchat.train.model import TrainModel
 
 

@@ -23,12 +23,11 @@ from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import Batch
 from ascendchat.device import Device
 from ascendchat.errors import UserError
-from ascendchat.nn.attention import Attention, Flash, choose
-from ascendchat.nn.documents import Documents, documents
+from ascendchat.nn.attention import Attention, Flash, choose, dense, documents
 from ascendchat.nn.fp8 import Fp8Head, Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps
 from ascendchat.nn.loss import HeadProducts, head_loss, token_nats
-from ascendchat.nn.model import LanguageModel, dense
+from ascendchat.nn.model import Documents, LanguageModel
 from ascendchat.nn.optim import Group, MuonAdamW, adamw_groups, groups
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context

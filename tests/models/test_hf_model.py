@@ -15,11 +15,9 @@ from ascendchat.device import pick
 from ascendchat.eval.scorer import Example, ModelScorer
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.nn import IGNORE
-from ascendchat.nn.attention import KERNELS
-from ascendchat.nn.documents import documents
+from ascendchat.nn.attention import KERNELS, dense, documents
 from ascendchat.nn.logprobs import Drawn, head_objective
 from ascendchat.nn.loss import head_loss, token_nats, uncapped_score
-from ascendchat.nn.model import dense
 from ascendchat.train.model import TrainModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,10 +14,10 @@ from ascendchat.data.loader import MicroBatch
 from ascendchat.device import pick
 from ascendchat.errors import UserError
 from ascendchat.eval.scorer import Example, ModelScorer
-from ascendchat.nn.attention import Attention, Eager, Flash, NpuFusion, Reference, Sdpa, flash
-from ascendchat.nn.documents import Documents, documents
+from ascendchat.nn.attention import Attention, Eager, Flash, NpuFusion, Reference, Sdpa, documents, flash
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss, token_nats
+from ascendchat.nn.model import Documents
 from ascendchat.parallel.collectives import World
 from ascendchat.parallel.context import Context
 from ascendchat.sizes.shape import Shape

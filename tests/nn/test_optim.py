@@ -13,8 +13,18 @@ from ascendchat.checkpoint import Shard
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
-from ascendchat.nn.optim import Bucket, Group, MuonAdamW, groups, muon_groups
-from ascendchat.nn.updates import EPS, adamw_update, muon_update, muon_update_in_few_launches, orthogonalise
+from ascendchat.nn.optim import (
+    EPS,
+    Bucket,
+    Group,
+    MuonAdamW,
+    adamw_update,
+    groups,
+    muon_groups,
+    muon_update,
+    muon_update_in_few_launches,
+    orthogonalise,
+)
 from ascendchat.parallel import collectives
 from ascendchat.sizes.schedule import rates
 from ascendchat.sizes.shape import Shape

@@ -15,8 +15,7 @@ from small_training import learner, losses
 import cannsim
 from ascendchat import cli
 from ascendchat.device import Device, pick
-from ascendchat.nn.attention import KERNELS, NpuFusion, Reference, choose
-from ascendchat.nn.documents import documents
+from ascendchat.nn.attention import KERNELS, NpuFusion, Reference, choose, documents
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, groups

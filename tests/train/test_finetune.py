@@ -20,8 +20,7 @@ from ascendchat.config import NotSaved
 from ascendchat.data.mixture import Batches
 from ascendchat.errors import UserError, home
 from ascendchat.nn import IGNORE
-from ascendchat.nn.attention import KERNELS
-from ascendchat.nn.model import dense
+from ascendchat.nn.attention import KERNELS, dense
 from ascendchat.nn.optim import muon_groups
 from ascendchat.runs.run import read_metrics
 from ascendchat.sizes.schedule import finetuning_scale
