@@ -21,7 +21,7 @@ from ascendchat.runs.console import speed
 from ascendchat.sizes import memory, schedule
 from ascendchat.sizes.batch import Split, fit_split
 from ascendchat.sizes.shape import Shape
-from ascendchat.train.model import TrainModel, build, noise, optimizer_for
+from ascendchat.train.model import TrainModel, build, optimizer_for, random_micro_batch
 from ascendchat.train.run import training_context
 
 
@@ -31,7 +31,7 @@ class Bench:
     def __init__(self, learner: TrainModel, split: Split, seed: int) -> None:
         self.learner, self.split = learner, split
         learner.mean_over(split.total // split.devices)
-        self.batch = noise(learner, split, seed)
+        self.batch = random_micro_batch(learner, split, seed)
         self.weight = torch.tensor(split.devices / split.total, device=learner.place)
         self.optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, split.total))
         self.micro_batch()  # the first call compiles, or captures a graph, and leaves no useful gradients

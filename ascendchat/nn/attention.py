@@ -36,7 +36,7 @@ from torch import Tensor
 from ascendchat.errors import UserError
 from ascendchat.nn.model import Attend, Documents, LanguageModel
 
-ONE_BY_ONE = 8192  # on a CPU, row length × mean document length from which a call per document pays: docs/log.md
+PER_DOCUMENT = 8192  # on a CPU, row length × mean document length from which a call per document pays: docs/log.md
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
 USUAL_LENGTH = 256  # tokens of a document: what there is room for before the first text is seen
 FEW_ROWS = 8  # up to so many rows, a compiled decoding step uses the kernel of triton_decoding.py
@@ -395,23 +395,25 @@ def documents(
     pin: bool = False,
     restarts: bool = False,
 ) -> Documents:
-    """What a model and its kernel need of a batch `tokens` (B, T) whose documents have these lengths, row after row.
-    Made on the host once per batch and uploaded without waiting, where memory can be pinned. `restarts`: the model
-    counts positions from the beginning of each document."""
+    """Borders of the documents in a batch `tokens` (B, T), from their lengths, row after row.
+
+    Made on the host once per batch, for all layers, and uploaded without waiting where memory can be pinned.
+    `restarts`: the model counts positions from the beginning of each document.
+    """
 
     def upload(made: Tensor) -> Tensor:
         return (made.pin_memory() if pin else made).to(tokens.device, non_blocking=pin)
 
     lengths = np.asarray(lengths, np.int32)
-    follows = torch.ones(tokens.numel(), dtype=dtype)
+    continues_document = torch.ones(tokens.numel(), dtype=dtype)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    follows[torch.from_numpy(starts)] = 0
+    continues_document[torch.from_numpy(starts)] = 0
     positions = torch.from_numpy(np.arange(tokens.numel()) - starts.repeat(lengths)) if restarts else None
     work = tokens.size(1) * tokens.numel() / len(lengths)  # a mask costs by the row, a call by the document
-    one_by_one = tokens.device.type == "cpu" and not compiled and work >= ONE_BY_ONE
-    known = kernel.bounds(lengths, len(tokens), one_by_one, upload)
+    one_by_one = tokens.device.type == "cpu" and not compiled and work >= PER_DOCUMENT
+    bounds = kernel.bounds(lengths, len(tokens), one_by_one, upload)
     within = None if positions is None else upload(positions.view(tokens.shape))
-    return Documents(upload(follows.view(tokens.shape)), known, within)
+    return Documents(upload(continues_document.view(tokens.shape)), bounds, within)
 
 
 # Masks of attention, bool, True where a query sees a key.

@@ -1,6 +1,6 @@
-"""What generation, evaluation and training need of a model: gpt.py is ours, models/causal_lm.py any of Hugging Face's.
+"""The protocol of models for generation, evaluation and training: gpt.py is ours, models/causal_lm.py Hugging Face's.
 
-    hidden = model(tokens, dense(model, kernel))                            # whole rows
+    hidden = model(tokens, dense(model, kernel))                            # whole rows; `dense` is in attention.py
     hidden = model.extend(tokens, positions, attend, shift, room=context)   # tokens behind those of a cache
     logits = model.cap(hidden @ model.head[: model.shape.vocab].t())
 
@@ -23,29 +23,29 @@ Scorer = Callable[..., tuple[Tensor, Tensor, Tensor]]  # as `score` in loss.py
 
 
 class Attend(Protocol):
-    """How a layer attends: training passes the kernel over rows, decoding one that reads a cache."""
+    """Attention of one layer: training passes a kernel over whole rows, decoding one that reads a KV cache."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 class Documents(NamedTuple):
-    """Where the documents of a batch (B, T) begin and end; `documents` in attention.py makes it. Every row begins one;
+    """Borders of the documents in a batch (B, T); `documents` in attention.py makes it. Every row begins a document;
     padding is one of its own."""
 
-    follows: Tensor  # (B, T) in the compute dtype: 1 where the token before is of the same document, else 0
+    continues_document: Tensor  # (B, T) in the compute dtype: 1 where the token before is of the same document, else 0
     bounds: Any  # as the kernel's `packed` wants it
     positions: Tensor | None = None  # (B, T) within the document, for models that count from there
 
 
 class Shift(Protocol):
-    """qkv (B, T, H + 2K, D) of a layer plus `share` (H + 2K, D) of the previous token's. Where one may be given,
-    None stands for whole rows; who has only the newest token at hand keeps the one before."""
+    """Token shift: qkv (B, T, H + 2K, D) of a layer plus `share` (H + 2K, D) of the previous token's. None stands for
+    whole rows; decoding sees only the newest token, so it caches the previous one."""
 
     def __call__(self, layer: int, qkv: Tensor, share: Tensor) -> Tensor: ...
 
 
 class Sizes(Protocol):
-    """What must be known of a model's shape; sizes/shape.py has ours."""
+    """Sizes of a model; sizes/shape.py has those of ours."""
 
     @property
     def depth(self) -> int: ...
@@ -59,21 +59,21 @@ class Sizes(Protocol):
     def head_dim(self) -> int: ...
     @property
     def vocab(self) -> int:
-        """Tokens that exist; the head may have more rows."""
+        """Number of tokens that exist; the head may have more rows."""
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a row: of training, and of prompt and answer together where nothing else is said."""
+        """Tokens of a training row; by default also of prompt and answer together."""
 
     @property
     def total_parameters(self) -> int: ...
     @property
     def train_flops_per_token(self) -> int: ...
     def windows(self, seq_len: int | None = None) -> tuple[int, ...]:
-        """Tokens that each layer sees, the own one included, in rows of `seq_len`."""
+        """Attention window of each layer, the token itself included, in rows of `seq_len`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, by which a checkpoint knows its model."""
+        """Plain values for JSON; a checkpoint finds its model by them."""
 
 
 class LanguageModel(nn.Module):
@@ -83,8 +83,8 @@ class LanguageModel(nn.Module):
     head: Tensor  # (V or more, C)
     scale: float  # on the product of queries and keys
     dtype: Any  # of computation
-    mixes_neighbours = False  # takes a share of the token before: the cache then keeps that of some tokens
-    restarts = False  # positions count from the beginning of a document, not of its row
+    mixes_neighbours = False  # has a token shift: the cache then keeps the previous token's share too
+    restarts = False  # positions restart with each document, instead of with each row
     softcap = math.inf  # bound of the logits
     score: Scorer  # of raw logits, for the loss
 
@@ -120,13 +120,13 @@ class LanguageModel(nn.Module):
         return found
 
     def rope(self, length: int, dtype: Any, device: Any) -> Any:
-        """What rows of `length` tokens need to know of their positions, made once."""
+        """Tables of positions for rows of `length` tokens, made once."""
         raise NotImplementedError
 
     def cap(self, logits: Tensor) -> Tensor:
-        """The logits in float32, as probabilities are taken of them."""
+        """Raw logits -> the float32 logits that probabilities are the softmax of."""
         raise NotImplementedError
 
     def to_compute(self, dtype: Any) -> LanguageModel:
-        """Weights in the compute dtype."""
+        """Cast the weights to the compute dtype."""
         raise NotImplementedError

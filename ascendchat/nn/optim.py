@@ -122,7 +122,7 @@ def muon_update_in_few_launches(
     beta2: float,
     dtype: torch.dtype,
 ) -> None:
-    """The same step where each operation is a launch and a pass over its arguments, as on chips without a compiler.
+    """`muon_update` for chips without a compiler, where each operation is a launch and a pass over its arguments.
 
     What only scales rows or matrices is done to the sizes of the rows (n, rows, 1), and reaches the weights with the
     last operation. The matrices are divided by √rows, which is their norm when every row has size 1: only where some
@@ -194,7 +194,7 @@ def adamw_update(
 
 
 def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
-    """The recipe's groups: matrices by shape for Muon; tables, head, scalars and gates for AdamW."""
+    """Parameter groups of our own model: matrices by shape for Muon; tables, head, scalars and gates for AdamW."""
     stacks: dict[tuple[int, int], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.matrices():
         stacks.setdefault((parameter.size(-2), parameter.size(-1)), []).append((name, parameter))
@@ -225,7 +225,7 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
 
 
 def adamw_groups(model: nn.Module, lr: float, decay: float = 0.01) -> list[Group]:
-    """AdamW for all weights of another model; norms and biases do not decay. A weight that is tied counts once."""
+    """Parameter groups of another model, all for AdamW; norms and biases do not decay. A tied weight counts once."""
     known = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts = {
         "matrices": [(name, parameter) for name, parameter in known if parameter.dim() > 1],
@@ -240,7 +240,8 @@ def adamw_groups(model: nn.Module, lr: float, decay: float = 0.01) -> list[Group
 
 
 def muon_groups(model: nn.Module, lr: float, matrix_lr: float, decay: float = 0.0) -> list[Group]:
-    """Muon for the matrices inside the layers of another model, AdamW for the rest: tables, head, norms, biases."""
+    """Parameter groups of another model: Muon for the matrices inside its layers, AdamW for tables, head, norms and
+    biases."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tables.add(id(getattr(model, "head", None)))
     stacks: dict[tuple[int, int], list[tuple[str, nn.Parameter]]] = {}
@@ -259,7 +260,7 @@ def muon_groups(model: nn.Module, lr: float, matrix_lr: float, decay: float = 0.
 
 
 def _stacks(groups: Iterable[Group]) -> dict[tuple[int, int], int]:
-    """(rows, columns) -> matrices."""
+    """Number of matrices by (rows, columns)."""
     found: dict[tuple[int, int], int] = {}
     for group in groups:
         if group.matrix:
@@ -271,8 +272,11 @@ def _stacks(groups: Iterable[Group]) -> dict[tuple[int, int], int]:
 
 
 class MuonAdamW:
-    """All buckets; `step` may be called on any number of ranks, each with its own gradients. `fused`: the device has
-    AdamW as one operator. `few_launches`: an operation on it costs more than the pass over its arguments."""
+    """Updates all buckets; each rank brings its own gradients and owns a share of the state (ZeRO-1 style).
+
+    `fused`: the device has AdamW as one operator. `few_launches`: a launch costs more there than its pass over the
+    arguments.
+    """
 
     def __init__(
         self,
@@ -307,7 +311,7 @@ class MuonAdamW:
         self._number: Callable[[float], Any] = torch.tensor if compile else float
 
     def gradients(self) -> list[Tensor]:
-        """All gradients of this rank, one tensor per group."""
+        """Gradients of this rank, one tensor per group."""
         return [bucket.grad for bucket in self.buckets]
 
     def zero_grad(self) -> None:
@@ -354,7 +358,7 @@ class MuonAdamW:
         return norm
 
     def _averaged_gradients(self, loss_scale: float) -> Iterator[Bucket]:
-        """Each bucket as its gradient arrives, so that one is updated while the others are under way."""
+        """Yield each bucket as its averaged gradient arrives: one is updated while the others are under way."""
         reductions = [
             collectives.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True, among=b.team) for b in self.buckets
         ]
@@ -366,7 +370,8 @@ class MuonAdamW:
             yield bucket
 
     def _norm(self) -> Tensor:
-        """Of this rank's share of the gradient; no update changes that. What several teams have counts once."""
+        """Norm of this rank's share of the gradient, before or after an update. A share that several teams have counts
+        once."""
         norms = torch.stack(torch._foreach_norm([b.own_grad for b in self.buckets]))
         if any(b.copies.size > 1 for b in self.buckets):
             norms /= torch.tensor([math.sqrt(b.copies.size) for b in self.buckets], device=norms.device)
@@ -391,7 +396,7 @@ class MuonAdamW:
                 collectives.all_gather(bucket.flat, bucket.own_flat, among=bucket.team)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's state by shard, ready to be saved; what all teams have is saved by the first."""
+        """This rank's state by shard, ready to be saved; state that all teams have is saved by the first."""
         mine = [bucket for bucket in self.buckets if bucket.copies.rank == 0]
         return {shard.key(): tensor for bucket in mine for shard, tensor in bucket.shards()}
 
@@ -410,10 +415,7 @@ class MuonAdamW:
         self.steps_done = steps_done
 
 
-# Parameters that are updated alike, end to end in memory, and a rank's share of their state: the parts of nn/optim.py.
-#
-# bucket = Bucket(group, dist.Team(rank, size))
-# bucket.update(...); bucket.publish()
+# ---- one group in memory ------------------------------------------------------------------------------
 
 ALONE = collectives.Team(0, 1)
 ALIGNED = 256  # elements: where a group may begin in a buffer of several
@@ -438,14 +440,14 @@ class Group:
 
 
 class _Room(NamedTuple):
-    """Where the parameters of several buckets lie, and their weights in float32: one copy rounds all of them."""
+    """Memory of the parameters of several buckets and of their float32 weights: one copy rounds all of them."""
 
     flat: Tensor
     weight: Tensor
 
     @classmethod
     def of(cls, groups: list[Group], dtype: torch.dtype) -> tuple[_Room, list[_Room]]:
-        """For all these groups, and for each of them."""
+        """One for all groups together, and its part for each of them."""
         sizes = [sum(p.numel() for _, p in group.parameters) for group in groups]
         starts = list(itertools.accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
         place = groups[0].parameters[0][1].device
@@ -455,8 +457,8 @@ class _Room(NamedTuple):
 
 
 class Bucket:
-    """One group in memory: parameters and float32 gradients end to end, and this rank's share of the state. `team`:
-    who shares it out; `copies`: the ranks that have the same share in other teams; `room`: where to lie, if one rank
+    """One group in memory: parameters and float32 gradients end to end, and this rank's share of the state. `team`: the
+    ranks that share it out; `copies`: those with the same share in other teams; `room`: memory to lie in, if one rank
     owns everything."""
 
     def __init__(
@@ -507,7 +509,7 @@ class Bucket:
             offset = stop
 
     def shards(self) -> Iterator[tuple[Shard, Tensor]]:
-        """This rank's state, cut at the borders of the parameters; padding belongs to none."""
+        """Yield this rank's state, cut at the borders of the parameters; padding belongs to none."""
         low, offset = self.rank * self.share, 0
         for name, parameter in self.group.parameters:
             start, stop = max(offset, low), min(offset + parameter.numel(), low + self.share)
@@ -529,7 +531,8 @@ class Bucket:
         fused: bool,
         count: Tensor,
     ) -> None:
-        """One step; `count` (0-dim, on the device): its number, from 1. The parameters do not change yet."""
+        """Update the float32 weights; `publish` rounds them into the parameters. `count` (0-dim, on the device): number
+        of the step, from 1."""
         if self.group.matrix:
             stack = (-1, *self.unit)
             muon(
@@ -566,7 +569,7 @@ class Bucket:
         return self.state["mean"]
 
     def publish(self) -> None:
-        """Round the float32 weights into this rank's part of the parameters."""
+        """Round the float32 weights into this rank's share of the parameters."""
         if self.weight is not self.own_flat:
             self.own_flat.copy_(self.weight)
 

@@ -28,7 +28,7 @@ TINY = 1e-7  # nats: a mean log-probability nearer to 0 counts as this, for its 
 
 @dataclass(frozen=True)
 class Weights:
-    """The numbers of a loss."""
+    """Hyperparameters of a loss."""
 
     beta: float
     smoothing: float = 0.0  # chance that the two replies of a pair are the wrong way round (dpo, simpo)
@@ -49,12 +49,12 @@ class Pairs:
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
-        """Per token."""
+        """Log-probabilities per token."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
 class Preference(NamedTuple):
-    """Of P pairs, (P,) each."""
+    """Losses and implicit rewards of P pairs, (P,) each."""
 
     loss: Tensor
     chosen: Tensor  # implicit rewards, without gradient; the margin of a pair is their difference
@@ -102,7 +102,7 @@ PREFERENCES: dict[str, Callable[[Pairs, Weights], Preference]] = {"dpo": dpo, "o
 
 
 def preference(name: str, pairs: Pairs, weights: Weights) -> Preference:
-    """The loss by its name, with that of SFT on the chosen replies."""
+    """Compute the loss called `name`, plus that of SFT on the chosen replies."""
     found = PREFERENCES[name](pairs, weights)
     return found._replace(loss=found.loss - weights.sft * pairs.means[0]) if weights.sft else found
 

@@ -279,7 +279,7 @@ class RlStage(Stage):
         momentum = schedule.momentum(step, self.steps, values=MOMENTUM, ramp=300, warmdown=self.curve.warmdown)
         return {"lr_scale": scale, "momentum": momentum, "matrix_decay": 0.0, "clip": 1.0}
 
-    def notes(self, step: int) -> dict[str, float]:
+    def extra_metrics(self, step: int) -> dict[str, float]:
         """Of a batch, with the first of its steps."""
         return {**self._known, "max_ratio": self.policy_loss.largest_ratio()}
 

@@ -55,7 +55,7 @@ def shape_of(config: BaseConfig, vocab: int, depth: int | None = None) -> Shape:
     )
 
 
-def horizon_of(config: BaseConfig, shape: Shape) -> int:
+def token_budget(config: BaseConfig, shape: Shape) -> int:
     """Tokens that the flags ask for; --steps and --minutes come on top."""
     if config.target_flops is not None:
         return config.tokens or max(1, int(config.target_flops / shape.train_flops_per_token))
@@ -90,7 +90,7 @@ def passes(corpora: Corpora, tokens: int) -> float:
     return max(tokens * weight / whole / corpus.tokens for corpus, weight in corpora)
 
 
-def expected_horizon(config: BaseConfig, shape: Shape, chip: Chip) -> int:
+def expected_token_budget(config: BaseConfig, shape: Shape, chip: Chip) -> int:
     """Tokens that fit in --minutes by the chip's data sheet."""
     speed, world = (
         chip.flops * MFU[chip.device_type] * (FP8_GAIN if config.fp8 and chip.fp8 else 1.0),
@@ -111,11 +111,11 @@ def depth_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> int:
             shape = shape_of(config, vocab, depth)
         except UserError:  # --head-dim or --kv-heads are for other widths
             continue
-        needed = min(horizon_of(config, shape), whole)
+        needed = min(token_budget(config, shape), whole)
         large = shape.total_parameters > MAX_PARAMETERS * whole / MAX_PASSES
         held = training(shape, chip, collectives.world().size, 1, config.activation_checkpointing)
         fits = sum(held.values()) <= usable(chip)
-        if best and (large or not fits or needed > expected_horizon(config, shape, chip)):
+        if best and (large or not fits or needed > expected_token_budget(config, shape, chip)):
             break
         best = depth
     return best or LEAST_DEPTH
@@ -131,7 +131,7 @@ def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, in
     def seen(row: int) -> tuple[int, float]:
         """Tokens that there is time for, and steps."""
         shape = shape_of(replace(config, max_seq_len=row), corpora[0][0].vocab_size, depth)
-        fits = expected_horizon(config, shape, chip)
+        fits = expected_token_budget(config, shape, chip)
         tokens, total = timed(fits, corpora, row, optimizer_tokens(shape))
         return fits, tokens / total
 
@@ -169,7 +169,7 @@ def measured_speed(learner: TrainModel, batch: MicroBatch) -> float:
         return done / (time.perf_counter() - started)
 
 
-def measured_horizon(
+def measured_token_budget(
     config: BaseConfig, learner: TrainModel, corpora: Corpora, split: Split, say: Callable[[str], None]
 ) -> int:
     """Tokens that fit in --minutes, alike on all ranks: from the speed with the rows of `split`, or as many as fit."""
@@ -194,7 +194,7 @@ def plan_run(
 ) -> tuple[Split, int]:
     """Batch and steps: from the flags, or from the speed that was measured for --minutes."""
     shape, device = learner.model.shape, learner.device
-    tokens = horizon_of(config, shape)
+    tokens = token_budget(config, shape)
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     if config.minutes is None:
         return split, steps
@@ -205,9 +205,9 @@ def plan_run(
     else:
         told = corpora, shape.seq_len, optimizer_tokens(shape), given
         if given is None:
-            tokens, total = timed(expected_horizon(config, shape, device.chip), *told)
+            tokens, total = timed(expected_token_budget(config, shape, device.chip), *told)
             split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
-        tokens, total = timed(measured_horizon(config, learner, corpora, split, say), *told)
+        tokens, total = timed(measured_token_budget(config, learner, corpora, split, say), *told)
     if given is None:
         return steps_of(config, shape, device, tokens, total)
     return split, config.num_iterations or max(1, round(tokens / given))

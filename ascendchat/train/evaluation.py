@@ -37,7 +37,7 @@ class Evaluation:
     training holds one."""
 
     evaluate: Callable[[int], dict[str, float]] = _no_metrics
-    examine: Callable[[int], dict[str, float]] = _no_metrics  # takes longer
+    benchmark: Callable[[int], dict[str, float]] = _no_metrics  # takes longer
     sample: Callable[[], list[str]] = list
 
 

@@ -44,7 +44,7 @@ class _Due(NamedTuple):
 
     save: bool
     evaluate: bool
-    examine: bool
+    benchmark: bool
     sample: bool
 
 
@@ -61,12 +61,12 @@ class Options:
     start: int = 0  # steps done by the checkpoint that was loaded
     unseen: bool = False  # its model was saved, but not looked at: the run was killed in between
     loss_scale: tuple[float, int] | None = None
-    examine_every: int = 0
+    benchmark_every: int = 0
     profile: int = 0  # steps under the profiler
     again: str = "run the same command to continue"  # what a user who stopped the run is told
 
     @classmethod
-    def of(cls, config: TrainConfig, saved: Checkpoint | None, examine_every: int = 0) -> Options:
+    def of(cls, config: TrainConfig, saved: Checkpoint | None, benchmark_every: int = 0) -> Options:
         """From the command's flags and, when a run goes on, its checkpoint."""
         scale = saved.state.get("loss_scale") if saved else None
         without = " without --resume never" if config.resume == "never" else ""
@@ -78,7 +78,7 @@ class Options:
             keep=config.keep,
             start=saved.step if saved else 0,
             loss_scale=(float(scale[0]), int(scale[1])) if scale else None,
-            examine_every=examine_every,
+            benchmark_every=benchmark_every,
             profile=config.profile,
             again=f"run the same command{without} to continue",
         )
@@ -90,10 +90,13 @@ class Options:
 
     def due(self, step: int, last: int) -> _Due:
         """What is to be done after `step`, the last of which is `last`."""
-        every = self.save_every, self.eval_every, self.examine_every, self.sample_every
-        save, check, examine, sample = (step == last or (n > 0 and step % n == 0) for n in every)
+        every = self.save_every, self.eval_every, self.benchmark_every, self.sample_every
+        save, check, benchmark, sample = (step == last or (n > 0 and step % n == 0) for n in every)
         return _Due(
-            save, check and self.eval_every >= 0, examine and self.examine_every > 0, sample and self.sample_every > 0
+            save,
+            check and self.eval_every >= 0,
+            benchmark and self.benchmark_every > 0,
+            sample and self.sample_every > 0,
         )
 
 
@@ -281,14 +284,14 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         profiler = options.profiler(stage.steps, device, run, console) if options.profile and main else None
         if options.unseen:
             try:
-                look(stage, run, console, signals, result, options.due(options.start, stage.steps), writer)
+                eval_and_sample(stage, run, console, signals, result, options.due(options.start, stage.steps), writer)
             except Interrupted:
                 result.stopped_by = signals.received  # the next step ends the run, if there is one
         for step in range(options.start, stage.steps):
             if profiler:
                 profiler.before(step)
             values = train_step(stage, step, scale, profiler)
-            progress.add(step, values, signals.received, {**scale.metrics(), **stage.notes(step)})
+            progress.add(step, values, signals.received, {**scale.metrics(), **stage.extra_metrics(step)})
             result.step, signals.unsaved = step + 1, True
             due = options.due(result.step, stage.steps)
             stop = progress.read(keep=0 if any(due) else 1)
@@ -302,7 +305,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
                 progress.read(keep=0)
                 save(writer, stage, result.step, scale, last=stop or result.step == stage.steps)
             try:
-                if not stop and look(stage, run, console, signals, result, due, writer if saves else None):
+                if not stop and eval_and_sample(stage, run, console, signals, result, due, writer if saves else None):
                     progress.since = device.event()
             except Interrupted:  # what is broken off is no more than looking at the model
                 stop = True
@@ -331,7 +334,7 @@ def save(writer: Writer, stage: Stage, step: int, scale: LossScale, *, last: boo
     writer.save(step, state=state, last=last, **parts)
 
 
-def look(
+def eval_and_sample(
     stage: Stage,
     run: Run,
     console: Console,
@@ -347,8 +350,8 @@ def look(
         if writer and result.metrics:
             score = next(iter(result.metrics.values()))
             writer.mark_best(result.step, score, higher_is_better=stage.higher_is_better)
-    if due.examine:
-        evaluate(stage, stage.examine, run, console, result.step, signals)
+    if due.benchmark:
+        evaluate(stage, stage.benchmark, run, console, result.step, signals)
     if due.sample:
         try:
             with signals.interruptible():
@@ -360,7 +363,7 @@ def look(
         for text in texts:
             console.print(f"  > {text}")
         run.log(result.step, samples=texts)
-    return due.evaluate or due.examine or due.sample
+    return due.evaluate or due.benchmark or due.sample
 
 
 def evaluate(

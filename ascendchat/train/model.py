@@ -119,8 +119,8 @@ class TrainModel(Generic[_Model]):
         hidden: Tensor = self._forward(inputs, self.attend, self._rope, documents=known)
         return hidden
 
-    def loss(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
-        """`weight` times the sum of the nats of all targets; `ahead` as in nn/loss.py."""
+    def loss(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
+        """`weight` times the sum of the nats of all targets; `mtp_weight` as in nn/loss.py."""
         known = self.documents(batch.inputs, batch.lengths)
         return head_loss(
             self.hidden(batch.inputs, known),
@@ -128,27 +128,29 @@ class TrainModel(Generic[_Model]):
             batch.targets,
             self.model.shape.vocab,
             weight=weight,
-            ahead=ahead,
-            follows=None if known is None else known.follows,
+            mtp_weight=mtp_weight,
+            continues_document=None if known is None else known.continues_document,
             scorer=self.score,
             products=self.products,
         )
 
-    def forward_backward(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def forward_backward(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
         """`loss`, without its autograd graph; its gradients are added up.
 
         The first call captures all this as one graph, where that pays, and leaves gradients without meaning: it is for
         the dry run. Micro-batches of another size are launched operator by operator.
         """
         if self._first and self.captures(len(batch.inputs)):
-            self._graph = self._capture(batch, weight, ahead)
+            self._graph = self._capture(batch, weight, mtp_weight)
         self._first = False
         if self._graph is None or batch.inputs.shape != self._graph.shape:
-            return self._eager(batch, weight, ahead)
-        return self._graph.replay(*_present(batch.inputs, batch.targets, weight, ahead)).clone()  # it is overwritten
+            return self._eager(batch, weight, mtp_weight)
+        return self._graph.replay(
+            *_present(batch.inputs, batch.targets, weight, mtp_weight)
+        ).clone()  # it is overwritten
 
-    def _eager(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
-        loss = self.loss(batch, weight, ahead)
+    def _eager(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
+        loss = self.loss(batch, weight, mtp_weight)
         loss.backward()  # type: ignore[no-untyped-call]
         if not self._keeps:
             self.model.zero_grad()
@@ -164,14 +166,14 @@ class TrainModel(Generic[_Model]):
         same = not self.by_document and not model.dropout and not device.scaling.needed
         return same and short(model.shape, device.chip, rows, model.checkpoint_activations)
 
-    def _capture(self, like: MicroBatch, weight: Tensor, ahead: Tensor | None) -> _Graph | None:
+    def _capture(self, like: MicroBatch, weight: Tensor, mtp_weight: Tensor | None) -> _Graph | None:
         """One graph of forward and backward pass for micro-batches of the size of `like`."""
 
-        def run(inputs: Tensor, targets: Tensor, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
-            return self._eager(replace(like, inputs=inputs, targets=targets), weight, ahead)
+        def run(inputs: Tensor, targets: Tensor, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
+            return self._eager(replace(like, inputs=inputs, targets=targets), weight, mtp_weight)
 
         self.device.release()  # blocks that other work has left would lack here
-        static = [tensor.clone() for tensor in _present(like.inputs, like.targets, weight, ahead)]
+        static = [tensor.clone() for tensor in _present(like.inputs, like.targets, weight, mtp_weight)]
         try:
             return _Graph(like.inputs.shape, self.device.graph(run, *static))
         except torch.OutOfMemoryError:  # other processes have some of the device's memory
@@ -269,7 +271,7 @@ def optimizer_for(learner: TrainModel, rates: dict[str, float], made: Sequence[G
     )
 
 
-def noise(learner: TrainModel, split: Split, seed: int = 0) -> MicroBatch:
+def random_micro_batch(learner: TrainModel, split: Split, seed: int = 0) -> MicroBatch:
     """A micro-batch of random tokens, another one on every rank: to measure memory and speed."""
     generator = torch.Generator().manual_seed(seed + collectives.world().rank)
     size = (2, split.rows, split.seq_len)

@@ -148,7 +148,7 @@ class PreferenceStage(RowStage):
         self.reference: Tensor | None = None  # (pairs, 2), of all pairs of the mixture, on the host
         shape = learner.model.shape
         readout = Float32Readout(learner.model.head.dtype, learner.place)
-        self.drawn = Drawn(shape.vocab, softcap=learner.model.softcap, readout=readout)
+        self.distribution = Drawn(shape.vocab, softcap=learner.model.softcap, readout=readout)
         learning = learning_rates(config, shape, split.total)
         over_run = curve(config, steps, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
         start = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
@@ -202,7 +202,7 @@ class PreferenceStage(RowStage):
         """(P, 2) log-probabilities of the chosen and of the rejected replies; logits exist chunk by chunk."""
         learner = self.learner
         hidden = learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
-        logprobs = learnt_logprobs(hidden, learner.model.head, batch.targets, self.drawn)
+        logprobs = learnt_logprobs(hidden, learner.model.head, batch.targets, self.distribution)
         every = sequence_sums(logprobs.flatten(), batch.owner, len(batch.lengths))
         return torch.stack((every[batch.chosen], every[batch.rejected]), dim=1)
 

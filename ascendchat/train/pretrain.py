@@ -34,7 +34,7 @@ from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
 from ascendchat.sizes.schedule import Curve
-from ascendchat.train.budget import MAX_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
+from ascendchat.train.budget import MAX_PASSES, passes, plan_run, shape_of, sizes_for, token_budget
 from ascendchat.train.evaluation import SAMPLE_TOKENS, Evaluation, continue_prompts, core_metrics, text_bits
 from ascendchat.train.model import TrainModel, build, optimizer_for
 from ascendchat.train.rows import (
@@ -119,7 +119,7 @@ def samples(learner: TrainModel, tokenizer: Tokenizer) -> list[str]:
     return [f"{prompt} | {text}" for prompt, text in zip(PROMPTS, continue_prompts(learner, tokenizer, starts, plain))]
 
 
-def check_horizon(config: BaseConfig) -> None:
+def check_one_length(config: BaseConfig) -> None:
     """One flag says how long the run is."""
     asked = {"--minutes": config.minutes, "--tokens": config.tokens, "--target-flops": config.target_flops}
     asked["--steps"] = config.num_iterations
@@ -165,7 +165,7 @@ def open_core(config: BaseConfig) -> list[core.CoreTask]:
 
 def run(config: BaseConfig) -> int:
     """The command."""
-    check_horizon(config)
+    check_one_length(config)
     with training_context(config) as here:
         text = open_training_text(config, here)
         config = text.config
@@ -210,7 +210,7 @@ def run(config: BaseConfig) -> int:
             title=f"base d{config.depth}",
             facts=stage.facts,
             add_files=lambda folder: text.tokenizer.save(folder / "tokenizer"),  # without it a model is lost
-            examine_every=config.core_metric_every,
+            benchmark_every=config.core_metric_every,
         )
 
 
@@ -257,12 +257,12 @@ def check_embedded(config: BaseConfig) -> None:
     """The embedded corpus is for tiny models: a longer run, unless it asks for it by name, is told how to get text."""
     if config.minutes is not None:
         return
-    tokens = horizon_of(config, shape_of(config, EMBEDDED_VOCAB))
+    tokens = token_budget(config, shape_of(config, EMBEDDED_VOCAB))
     if config.num_iterations is not None:
         tokens = config.num_iterations * (config.total_batch_size or batch_for(tokens, config.max_seq_len or USUAL_ROW))
     if tokens <= EMBEDDED_PASSES * EMBEDDED_TOKENS:
         return
-    shards = min(MAX_SHARDS, math.ceil(horizon_of(config, shape_of(config, USUAL_VOCAB)) / SHARD_TOKENS))
+    shards = min(MAX_SHARDS, math.ceil(token_budget(config, shape_of(config, USUAL_VOCAB)) / SHARD_TOKENS))
     raise UserError(
         f"no --data given, and this run would read the small embedded corpus {tokens / EMBEDDED_TOKENS:,.0f} times; "
         f"get real text: `ascendchat data fetch climbmix --shards {shards}`, `ascendchat tokenizer train "

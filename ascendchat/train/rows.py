@@ -31,7 +31,7 @@ from ascendchat.sizes.batch import split as share
 from ascendchat.sizes.schedule import Curve
 from ascendchat.sizes.shape import Shape
 from ascendchat.train.evaluation import Evaluation
-from ascendchat.train.model import TrainModel, noise
+from ascendchat.train.model import TrainModel, random_micro_batch
 from ascendchat.train.stage import Loss, Optimizer, Stage, updates_of
 from ascendchat.train.start import kept, learning_rate, most_rows
 
@@ -207,7 +207,7 @@ class RowStage(Stage):
         return Loss(self.learner.forward_backward(batch, weight, mtp_weight))
 
     def probe(self) -> Any:
-        return noise(self.learner, self.split)
+        return random_micro_batch(self.learner, self.split)
 
     def smaller(self) -> bool:
         split = self.split.smaller()
@@ -231,8 +231,8 @@ class RowStage(Stage):
     def evaluate(self, step: int) -> dict[str, float]:
         return self.evaluation.evaluate(self.split.rows)
 
-    def examine(self, step: int) -> dict[str, float]:
-        return self.evaluation.examine(self.split.rows)
+    def benchmark(self, step: int) -> dict[str, float]:
+        return self.evaluation.benchmark(self.split.rows)
 
     def sample(self, step: int) -> list[str]:
         return self.evaluation.sample()

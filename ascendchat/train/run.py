@@ -83,7 +83,7 @@ def train_stage(
     title: str,
     facts: Mapping[str, Any],
     add_files: Callable[[Path], None],
-    examine_every: int = 0,
+    benchmark_every: int = 0,
 ) -> int:
     """Continue from the checkpoint `saved`, or begin; train to the end or a signal; the exit status of the command.
 
@@ -93,7 +93,7 @@ def train_stage(
         if saved:
             check_same(saved, stage.identity())
             stage.load(saved)
-        options = Options.of(config, saved, examine_every)
+        options = Options.of(config, saved, benchmark_every)
         options = replace(options, unseen=unseen(folder, options, stage.steps, here))
         if options.start >= stage.steps and not options.unseen:
             here.say(f"{folder} is finished: {options.start} steps; --resume never starts anew")

@@ -106,7 +106,7 @@ class Stage(Protocol):
         """What happens to the weights after the update of `step`."""
         return
 
-    def notes(self, step: int) -> dict[str, float]:
+    def extra_metrics(self, step: int) -> dict[str, float]:
         """What the host knows of a step besides its loss, alike on all ranks; it is logged."""
         return {}
 
@@ -118,7 +118,7 @@ class Stage(Protocol):
         """Validation metrics, alike on all ranks; the first one decides which checkpoint is the best."""
         return {}
 
-    def examine(self, step: int) -> dict[str, float]:
+    def benchmark(self, step: int) -> dict[str, float]:
         """Metrics that take longer (CORE), alike on all ranks; asked for when Options.examine_every is."""
         return {}
 

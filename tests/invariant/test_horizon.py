@@ -185,8 +185,8 @@ def test_minutes_choose_the_depth() -> None:
         config = BaseConfig(minutes=minutes)
         shape = budget.shape_of(config, 16384, depth)
         deeper = budget.shape_of(config, 16384, depth + 1)
-        assert budget.horizon_of(config, shape) <= budget.expected_horizon(config, shape, h200)
-        assert budget.horizon_of(config, deeper) > budget.expected_horizon(config, deeper, h200)
+        assert budget.token_budget(config, shape) <= budget.expected_token_budget(config, shape, h200)
+        assert budget.token_budget(config, deeper) > budget.expected_token_budget(config, deeper, h200)
     small = replace(h200, memory=2**33)
     assert depths([10**6], small, much)[0] < depths([10**6], h200, much)[0]
     assert depths([0.001], this_cpu(), little) == [budget.LEAST_DEPTH]
@@ -208,7 +208,7 @@ def test_minutes_choose_rows_of_which_there_is_time_for_many_steps() -> None:
     assert rows(1, find("H200")) == 2048
     for row, minutes in ((512, 4), (1024, 15)):
         short, long = (budget.shape_of(BaseConfig(max_seq_len=each), 2048, 2) for each in (row, 2 * row))
-        times = [budget.expected_horizon(BaseConfig(minutes=minutes), each, cpu) for each in (short, long)]
+        times = [budget.expected_token_budget(BaseConfig(minutes=minutes), each, cpu) for each in (short, long)]
         assert times[0] >= budget.MIN_STEPS * budget.FEW_ROWS * row
         assert times[1] < budget.MIN_STEPS * budget.FEW_ROWS * 2 * row
 
@@ -237,7 +237,9 @@ def test_the_speed_is_measured_with_as_many_rows_as_fit(words: Path, monkeypatch
     device: Any = SimpleNamespace(responds=lambda: True, release=lambda: None)
     learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=device)
     split, said = Split(1, 8, 1, 32), list[str]()
-    tokens = budget.measured_horizon(BaseConfig(minutes=0.5), learner, [(Corpus.open(words), 1.0)], split, said.append)
+    tokens = budget.measured_token_budget(
+        BaseConfig(minutes=0.5), learner, [(Corpus.open(words), 1.0)], split, said.append
+    )
     assert tried == [8, 4, 2]
     assert tokens == int(100 * 30 * budget.KEPT_SPEED)
     assert len(said) == 2

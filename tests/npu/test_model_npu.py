@@ -72,7 +72,7 @@ def test_a_step_of_twelve_layers_keeps_to_its_launch_budget(device: Device) -> N
 
     def forward_backward() -> None:
         hidden = model(tokens[:, :-1], attend, rope)
-        head_loss(hidden, model.head, tokens[:, 1:], shape.vocab, weight=weight, ahead=weight).backward()
+        head_loss(hidden, model.head, tokens[:, 1:], shape.vocab, weight=weight, mtp_weight=weight).backward()
 
     def launched(run: object) -> int:
         torch.npu.synchronize()
@@ -152,7 +152,7 @@ def test_a_count_of_operators_is_that_of_the_launches(
     for _ in range(2):
         cannsim.reset()
         hidden = model(tokens[:, :-1], attend)
-        head_loss(hidden, model.head, tokens[:, 1:], shape.vocab, weight=weight, ahead=weight).backward()
+        head_loss(hidden, model.head, tokens[:, 1:], shape.vocab, weight=weight, mtp_weight=weight).backward()
         micro_batch = sum(cannsim.launches().values())
         cannsim.reset()
         optimizer.step(lr_scale=1.0, momentum=0.9, matrix_decay=0.1)

@@ -81,15 +81,15 @@ def learnt(learner: TrainModel[GPT], given: list[MicroBatch], record: bool) -> t
     optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, 1024))
     place, losses = given[0].inputs.device, []
     weights = [torch.tensor(1.0 / (100 + i), device=place) for i in range(len(given))]
-    ahead = torch.tensor(0.4, device=place)
+    mtp_weight = torch.tensor(0.4, device=place)
     if record:
-        learner.forward_backward(given[0], weights[0], ahead)  # the dry run
+        learner.forward_backward(given[0], weights[0], mtp_weight)  # the dry run
         optimizer.zero_grad()
     for batch, weight in zip(given, weights):
         if record:
-            losses.append(learner.forward_backward(batch, weight, ahead))
+            losses.append(learner.forward_backward(batch, weight, mtp_weight))
         else:
-            loss = learner.loss(batch, weight, ahead)
+            loss = learner.loss(batch, weight, mtp_weight)
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
     return [float(loss) for loss in losses], [gradient.clone() for gradient in optimizer.gradients()]

@@ -117,7 +117,7 @@ def paced(rank: int) -> int:
         budget.measured_speed = lambda learner, batch: 1000.0 / (1 + 3 * rank)
         budget.first_batch = lambda *_: None  # type: ignore[assignment,return-value]
         learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=HOST)
-        return budget.measured_horizon(BaseConfig(minutes=1), learner, [], Split(2, 1, 1, 32), print)
+        return budget.measured_token_budget(BaseConfig(minutes=1), learner, [], Split(2, 1, 1, 32), print)
     finally:
         collectives.teardown()
 
