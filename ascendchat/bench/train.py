@@ -21,14 +21,14 @@ from ascendchat.runs.console import speed
 from ascendchat.sizes import memory, schedule
 from ascendchat.sizes.batch import Split, fit_split
 from ascendchat.sizes.shape import Shape
-from ascendchat.train.model import Learner, build, learning, noise, optimizer_for, pays
+from ascendchat.train.model import TrainModel, build, learning, noise, optimizer_for, pays
 from ascendchat.train.run import training_context
 
 
 class Bench:
     """A model, its optimizer and one batch of noise."""
 
-    def __init__(self, learner: Learner, split: Split, seed: int) -> None:
+    def __init__(self, learner: TrainModel, split: Split, seed: int) -> None:
         self.learner, self.split = learner, split
         learner.mean_over(split.total // split.devices)
         self.batch = noise(learner, split, seed)

@@ -161,7 +161,7 @@ def scale_of(inner: Any) -> float | None:
 
 # The layers of a model of transformers in training, compiled: once for all that do the same.
 #
-#     forward = CompiledLayers(model, device.compile, print)       # as model.forward; Learner in train/model.py
+#     forward = CompiledLayers(model, device.compile, print)       # as model.forward; TrainModel in train/model.py
 #
 # A compiler that is given the whole model writes out each of its layers, for minutes. Here it sees one of them, with
 # the weights as arguments. Only what calls `forward` is compiled: samples and scores come in many shapes and call the

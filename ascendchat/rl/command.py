@@ -35,7 +35,7 @@ from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.remote.rollouts import Sizes, check_addresses, open_rollouts
 from ascendchat.rl.grpo import PRESETS, length_penalty
-from ascendchat.rl.invariant import InvariantLearner, batch_invariant
+from ascendchat.rl.invariant import InvariantTrainModel, batch_invariant
 from ascendchat.rl.questions import QuestionFile, load_questions
 from ascendchat.rl.rewards import Judge
 from ascendchat.rl.rollout import Questions, Rollout
@@ -48,7 +48,7 @@ from ascendchat.sizes.batch import Split
 from ascendchat.sizes.memory import caches, policy_logits
 from ascendchat.sizes.shape import Shape
 from ascendchat.tasks.base import Task
-from ascendchat.train.model import Learner
+from ascendchat.train.model import TrainModel
 from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.start import Beginning, begin_with_ours, begin_with_theirs, only_weights
@@ -238,13 +238,13 @@ def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: i
     return split
 
 
-def readout_of(learner: Learner) -> Readout:
+def readout_of(learner: TrainModel) -> Readout:
     """How generator and trainer make logits: in float32, whatever the model's dtype."""
-    kind = InvariantReadout if isinstance(learner, InvariantLearner) else Float32Readout
+    kind = InvariantReadout if isinstance(learner, InvariantTrainModel) else Float32Readout
     return kind(learner.model.head.dtype, learner.place)
 
 
-def scorer_of(learner: Learner) -> Callable[[list[int]], list[float]]:
+def scorer_of(learner: TrainModel) -> Callable[[list[int]], list[float]]:
     """Log-probabilities of all tokens but the first, by the weights as they are."""
     model = learner.model
     drawn = Drawn(model.shape.vocab, softcap=model.softcap, readout=readout_of(learner))
@@ -261,7 +261,7 @@ def scorer_of(learner: Learner) -> Callable[[list[int]], list[float]]:
     return score
 
 
-def reference_of(config: RlConfig, learner: Learner, origin: Checkpoint) -> Learner | None:
+def reference_of(config: RlConfig, learner: TrainModel, origin: Checkpoint) -> TrainModel | None:
     """The model as the run found it, if a KL to it is asked for."""
     if not config.kl:
         return None
@@ -271,9 +271,9 @@ def reference_of(config: RlConfig, learner: Learner, origin: Checkpoint) -> Lear
     return type(learner)(model, learner.kernel, learner.device, learner.place, by_document=learner.by_document)
 
 
-def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int, readout: Readout) -> Engine:
+def engine_of(learner: TrainModel, tokenizer: Tokenizer, slots: int, readout: Readout) -> Engine:
     """The engine around the very weights that are trained."""
-    exact, context = isinstance(learner, InvariantLearner), learner.model.shape.seq_len
+    exact, context = isinstance(learner, InvariantTrainModel), learner.model.shape.seq_len
     engine = Engine(
         learner.model,
         learner.reader,

@@ -51,7 +51,7 @@ from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.schedule import Curve
 from ascendchat.tasks.base import Task
-from ascendchat.train.model import Learner, optimizer_for
+from ascendchat.train.model import TrainModel, optimizer_for
 from ascendchat.train.rows import curve, learning_rates
 from ascendchat.train.stage import Correction, Loss, Stage
 
@@ -379,7 +379,13 @@ class PolicyLoss:
     there if the method has a KL. `exact`: the generator must have reported the very same log-probabilities."""
 
     def __init__(
-        self, learner: Learner, method: Method, drawn: Drawn, reference: Learner | None = None, *, exact: bool = False
+        self,
+        learner: TrainModel,
+        method: Method,
+        drawn: Drawn,
+        reference: TrainModel | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
         self.learner, self.method, self.drawn, self.reference, self.exact = learner, method, drawn, reference, exact
         self.objective = method.objective()
@@ -391,10 +397,10 @@ class PolicyLoss:
         the loss would find. Logits exist chunk by chunk."""
         return self._logprobs(self.learner, batch)
 
-    def _logprobs(self, learner: Learner, batch: PolicyBatch) -> Tensor:
+    def _logprobs(self, learner: TrainModel, batch: PolicyBatch) -> Tensor:
         return head_logprobs(self._hidden(learner, batch), learner.model.head, batch.targets, self.drawn)
 
-    def _hidden(self, learner: Learner, batch: PolicyBatch) -> Tensor:
+    def _hidden(self, learner: TrainModel, batch: PolicyBatch) -> Tensor:
         return learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
 
     def __call__(self, batch: PolicyBatch, tokens: int, scale: float = 1.0) -> Loss:

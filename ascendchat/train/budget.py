@@ -27,7 +27,7 @@ from ascendchat.sizes.batch import MFU, MIN_STEPS, Split, batch_for, horizon, op
 from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.shape import Shape
 from ascendchat.train.loop import until_it_fits
-from ascendchat.train.model import Learner, learning
+from ascendchat.train.model import TrainModel, learning
 from ascendchat.train.rows import share_out
 
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
@@ -145,7 +145,7 @@ def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, in
     return int(agreed[0].item()), int(agreed[1].item())
 
 
-def first_batch(learner: Learner, split: Split, corpora: Corpora, seed: int) -> MicroBatch:
+def first_batch(learner: TrainModel, split: Split, corpora: Corpora, seed: int) -> MicroBatch:
     """This rank's first micro-batch of the text."""
     rows, rank, world = split.rows, collectives.world().rank, collectives.world().size
     sources = [(TextRows(corpus, split.seq_len, seed), weight) for corpus, weight in corpora]
@@ -154,7 +154,7 @@ def first_batch(learner: Learner, split: Split, corpora: Corpora, seed: int) -> 
     return MicroBatch(inputs, targets, batch.lengths, split.total)
 
 
-def measured_speed(learner: Learner, batch: MicroBatch) -> float:
+def measured_speed(learner: TrainModel, batch: MicroBatch) -> float:
     """Tokens a second of this rank, over one micro-batch again and again."""
     tokens = batch.inputs.numel()
     weight = torch.tensor(1.0 / tokens, device=learner.place)
@@ -170,7 +170,7 @@ def measured_speed(learner: Learner, batch: MicroBatch) -> float:
 
 
 def measured_horizon(
-    config: BaseConfig, learner: Learner, corpora: Corpora, split: Split, say: Callable[[str], None]
+    config: BaseConfig, learner: TrainModel, corpora: Corpora, split: Split, say: Callable[[str], None]
 ) -> int:
     """Tokens that fit in --minutes, alike on all ranks: from the speed with the rows of `split`, or as many as fit."""
     tried, found = [split], [0.0]
@@ -190,7 +190,7 @@ def measured_horizon(
 
 
 def plan_run(
-    config: BaseConfig, learner: Learner, corpora: Corpora, saved: Checkpoint | None, say: Callable[[str], None]
+    config: BaseConfig, learner: TrainModel, corpora: Corpora, saved: Checkpoint | None, say: Callable[[str], None]
 ) -> tuple[Split, int]:
     """Batch and steps: from the flags, or from the speed that was measured for --minutes."""
     shape, device = learner.model.shape, learner.device

@@ -35,7 +35,7 @@ from ascendchat.sizes.shape import Shape
 from ascendchat.tasks.mixture import ChatMixture, default_data, open_chat_mixture
 from ascendchat.tasks.named import knows
 from ascendchat.tasks.overlap import report_overlaps
-from ascendchat.train.model import Learner, build
+from ascendchat.train.model import TrainModel, build
 from ascendchat.train.rows import SAMPLE_TOKENS, RowStage, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import updates_of
@@ -52,7 +52,7 @@ class ChatStage(RowStage):
     def __init__(
         self,
         name: str,
-        learner: Learner,
+        learner: TrainModel,
         split: Split,
         steps: int,
         mixture: ChatMixture,

@@ -48,7 +48,7 @@ from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_c
 from ascendchat.tasks.named import knows
 from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.train.chat import ChatStage
-from ascendchat.train.model import Learner, optimizer_for, say_package
+from ascendchat.train.model import TrainModel, optimizer_for, say_package
 from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
 from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
@@ -67,7 +67,7 @@ class _FinetuneStage(ChatStage):
 
     def __init__(
         self,
-        learner: Learner,
+        learner: TrainModel,
         split: Split,
         steps: int,
         mixture: ChatMixture,
@@ -209,7 +209,7 @@ class _PairStage(PreferenceStage):
         return {**super().identity(), **rows, "lora": lora.to_dict() if lora else None}
 
 
-def finetuning_optimizer(learner: Learner, rates: dict[str, float], made: list[Group], theirs: Theirs) -> Optimizer:
+def finetuning_optimizer(learner: TrainModel, rates: dict[str, float], made: list[Group], theirs: Theirs) -> Optimizer:
     if theirs.mesh is None:
         return optimizer_for(learner, rates, made)
     from ascendchat.nn.sharded import ShardedAdamW
@@ -357,12 +357,12 @@ def say_ends(tokenizer: HFTokenizer, say: Callable[[str], None]) -> None:
         )
 
 
-def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> Learner:
+def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> TrainModel:
     """It with the kernel that runs here."""
     device = here.device
     kernel, why = choose(device.type, device.dtype, theirs.model.shape.head_dim, config.attention)
     here.say(why)
-    learner = Learner(theirs.model, kernel, device, here.place, by_document=config.attend == "document")
+    learner = TrainModel(theirs.model, kernel, device, here.place, by_document=config.attend == "document")
     say_package(learner, here)
     return learner
 

@@ -44,7 +44,7 @@ def say(sentence: str) -> None:
         print(sentence)
 
 
-class Learner(Generic[_Model]):
+class TrainModel(Generic[_Model]):
     """A model on its device, with the kernel chosen for it, compiled where that is sound."""
 
     def __init__(
@@ -154,7 +154,7 @@ def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -
     return device.operators() or PlainOps(heads, mlp)
 
 
-def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True) -> Learner[GPT]:
+def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True) -> TrainModel[GPT]:
     """Model and kernel; weights are drawn on the host, so every device starts alike. `packaged`: False where what is
     computed with gradients is compared with what is computed without, which a package rounds otherwise."""
     device = here.device
@@ -171,12 +171,12 @@ def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = T
     model = GPT(shape, ops, checkpoint_activations=config.activation_checkpointing, dropout=dropout)
     model.initialise(config.seed)
     place = here.place
-    learner = Learner(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
+    learner = TrainModel(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
     say_package(learner, here)
     return learner
 
 
-def say_package(learner: Learner, here: Context) -> None:
+def say_package(learner: TrainModel, here: Context) -> None:
     """Whether rows are read by a package that the user has installed for that, and if not, why."""
     if isinstance(learner.kernel, Flash):
         from ascendchat.device.cuda_attention import notice
@@ -185,7 +185,7 @@ def say_package(learner: Learner, here: Context) -> None:
             here.say(said)
 
 
-def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
+def optimizer_for(learner: TrainModel, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
     """The optimizer of a model on its device; `made`: other groups than the usual ones."""
     device, model = learner.device, learner.model
     compile = device.compile if device.compiles else None
@@ -196,7 +196,7 @@ def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Grou
     )
 
 
-def noise(learner: Learner, split: Split, seed: int = 0) -> MicroBatch:
+def noise(learner: TrainModel, split: Split, seed: int = 0) -> MicroBatch:
     """A micro-batch of random tokens, another one on every rank: to measure memory and speed."""
     generator = torch.Generator().manual_seed(seed + collectives.world().rank)
     size = (2, split.rows, split.seq_len)
@@ -216,7 +216,7 @@ SHORT = 0.01  # seconds at the chip's peak; a longer micro-batch hides its launc
 Learn = Callable[[MicroBatch, Tensor, Tensor | None], Tensor]
 
 
-def pays(learner: Learner, rows: int) -> bool:
+def pays(learner: TrainModel, rows: int) -> bool:
     """Whether micro-batches of so many rows are recorded: they are short, always the same work, and there is room for
     their activations beside those of work that is not recorded. Several devices were not tried."""
     model, device = learner.model, learner.device
@@ -236,7 +236,7 @@ def short(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> bool:
 
 
 def learning(
-    learner: Learner,
+    learner: TrainModel,
     like: MicroBatch,
     weight: Tensor,
     ahead: Tensor | None,

@@ -49,7 +49,7 @@ from ascendchat.sizes.schedule import Curve, finetuning_scale
 from ascendchat.sizes.shape import Shape
 from ascendchat.tasks.named import knows
 from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
-from ascendchat.train.model import Learner
+from ascendchat.train.model import TrainModel
 from ascendchat.train.rows import RowStage, share_out
 from ascendchat.train.run import train_stage
 from ascendchat.train.stage import Loss
@@ -123,7 +123,7 @@ class PreferenceStage(RowStage):
     def __init__(
         self,
         method: str,
-        learner: Learner,
+        learner: TrainModel,
         split: Split,
         steps: int,
         mixture: PairMixture,
@@ -302,7 +302,7 @@ def batch_and_steps(config: FinetuneConfig, shape: Any, device: Device, mixture:
     return split, config.num_iterations or max(1, math.ceil(bins * config.epochs / per_step))
 
 
-def usual_rate(config: FinetuneConfig, learner: Learner) -> float | None:
+def usual_rate(config: FinetuneConfig, learner: TrainModel) -> float | None:
     """The learning rate of a Hugging Face model; ours have others."""
     if config.learning_rate or isinstance(learner.model, GPT):
         return config.learning_rate

@@ -36,7 +36,7 @@ from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
 from ascendchat.sizes.memory import mean_on_device
 from ascendchat.train.budget import MAX_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
-from ascendchat.train.model import Learn, Learner, build, learning
+from ascendchat.train.model import Learn, TrainModel, build, learning
 from ascendchat.train.rows import SAMPLE_TOKENS, RowStage
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Loss, updates_of
@@ -55,7 +55,7 @@ class BaseStage(RowStage):
 
     def __init__(
         self,
-        learner: Learner,
+        learner: TrainModel,
         split: Split,
         steps: int,
         text: _Text,

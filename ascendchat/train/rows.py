@@ -34,7 +34,7 @@ from ascendchat.sizes.batch import Split, fit_split, split_fixed
 from ascendchat.sizes.batch import split as share
 from ascendchat.sizes.schedule import Curve
 from ascendchat.sizes.shape import Shape
-from ascendchat.train.model import Learner, noise, optimizer_for
+from ascendchat.train.model import TrainModel, noise, optimizer_for
 from ascendchat.train.stage import Loss, Optimizer, Stage
 from ascendchat.train.start import kept, learning_rate, most_rows
 
@@ -111,7 +111,7 @@ class RowStage(Stage):
 
     def __init__(
         self,
-        learner: Learner,
+        learner: TrainModel,
         split: Split,
         steps: int,
         tokenizer: Tokenizer,

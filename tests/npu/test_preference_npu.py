@@ -16,7 +16,7 @@ from ascendchat.models.trained import HFSource
 from ascendchat.nn.attention import KERNELS
 from ascendchat.sizes.batch import Split
 from ascendchat.tasks.pairs import open_pair_mixture
-from ascendchat.train.model import Learner
+from ascendchat.train.model import TrainModel
 from ascendchat.train.preference import PreferenceStage
 
 LAYERS = 2
@@ -34,7 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage_on(kind: str, kernel: str, place: Path, method: str) -> PreferenceStage:
     device = pick(kind, dtype="fp32", compiled=False)  # type: ignore[arg-type]
     opened, config = hf_models.opened(place / "tiny", 96), config_of(place, "x", method, pref_ftx=0.1)
-    learner = Learner(opened.model.to(device.bind(0)), KERNELS[kernel], device, device.bind(0), by_document=True)
+    learner = TrainModel(opened.model.to(device.bind(0)), KERNELS[kernel], device, device.bind(0), by_document=True)
     mixture = open_pair_mixture(config.data, opened.tokenizer, 96, say=lambda line: None)
     origin = HFSource(at(place / "tiny"))
     return PreferenceStage(method, learner, Split(1, 3, 1, 192), 4, mixture, opened.tokenizer, config, origin)

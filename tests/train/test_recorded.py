@@ -23,7 +23,7 @@ from ascendchat.parallel.collectives import World
 from ascendchat.sizes import schedule
 from ascendchat.sizes.shape import Shape
 from ascendchat.train import budget
-from ascendchat.train.model import Learner, learning, optimizer_for, pays, short
+from ascendchat.train.model import TrainModel, learning, optimizer_for, pays, short
 
 SHAPE = Shape.from_depth(2, dim=64, head_dim=32, vocab=256, seq_len=64)
 
@@ -59,7 +59,7 @@ class Recording(CPU):
         return replay
 
 
-def learner_on(device: Any, place: str = "cpu", kernel: Any = None, shape: Shape = SHAPE) -> Learner[GPT]:
+def learner_on(device: Any, place: str = "cpu", kernel: Any = None, shape: Shape = SHAPE) -> TrainModel[GPT]:
     model = GPT(shape)
     model.initialise(0)
     with torch.no_grad():  # else layers start as the identity
@@ -67,7 +67,7 @@ def learner_on(device: Any, place: str = "cpu", kernel: Any = None, shape: Shape
             if name.endswith((".out", ".down")):
                 parameter.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(len(name)))
     there = torch.device(place)
-    return Learner(model.to_compute(device.dtype).to(there), kernel or Reference(), device, there)
+    return TrainModel(model.to_compute(device.dtype).to(there), kernel or Reference(), device, there)
 
 
 def batches(count: int, rows: int, place: str = "cpu", shape: Shape = SHAPE) -> list[MicroBatch]:
@@ -76,7 +76,7 @@ def batches(count: int, rows: int, place: str = "cpu", shape: Shape = SHAPE) -> 
     return [MicroBatch(i, t, np.full(rows, shape.seq_len, np.int32), rows * shape.seq_len) for i, t in both]
 
 
-def learnt(learner: Learner[GPT], given: list[MicroBatch], record: bool) -> tuple[list[float], list[torch.Tensor]]:
+def learnt(learner: TrainModel[GPT], given: list[MicroBatch], record: bool) -> tuple[list[float], list[torch.Tensor]]:
     """Losses, and gradients added up over all micro-batches, each with a weight of its own."""
     optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, 1024))
     place, losses = given[0].inputs.device, []
