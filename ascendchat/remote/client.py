@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
 from ascendchat.errors import UserError
-from ascendchat.remote.completions import Answer, Unusable, body_of
+from ascendchat.remote.completions import PartialAnswer, Unusable, body_of
 from ascendchat.remote.http import FIRST_PAUSE, GONE, LONGEST_PAUSE, TROUBLE, Again, Link
 from ascendchat.remote.servers import PauseMode, Server
 from ascendchat.remote.vllm import VllmServer, find_out, first_line
@@ -173,7 +173,7 @@ class Remote:
 
     async def _one(self, request: Request) -> Completion:
         await self._fit(request.sampling)
-        answer = Answer(request, self.tokenizer, self.ours)
+        answer = PartialAnswer(request, self.tokenizer, self.ours)
         asked: Request | None = request
         unusable = barren = 0
         end = time.monotonic() + self.link.patience
@@ -186,7 +186,7 @@ class Remote:
                     unusable += 1
                     if unusable >= MAX_UNUSABLE:
                         raise UserError(f"{self.url} gives answers that cannot be learnt from: {problem}") from None
-                if answer.over:
+                if answer.finished:
                     break
                 if len(answer.completion.ids) > length:
                     barren, end = 0, time.monotonic() + self.link.patience
@@ -195,14 +195,14 @@ class Remote:
                 else:
                     await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(barren, 9)) if barren else 0)
                     barren += 1
-                asked = answer.rest(self.context)
+                asked = answer.continue_answer(self.context)
                 if asked is not None and unusable:  # the same noise would choose the same token
                     asked = Request(asked.prompt, shifted(asked.sampling, unusable))
         answer.close()
         self._seen(answer.completion)
         return answer.completion
 
-    async def _part(self, answer: Answer, asked: Request) -> None:
+    async def _part(self, answer: PartialAnswer, asked: Request) -> None:
         """One answer of the server, whole or cut short. The version is pinned when it is sent, at every attempt."""
 
         async def once() -> Any:
@@ -410,7 +410,7 @@ class _RemoteStream:
 
     def __init__(self, remote: Remote, request: Request, body: dict[str, Any]) -> None:
         self._remote = remote
-        self._answer = Answer(request, remote.tokenizer, remote.ours, remote.version)
+        self._answer = PartialAnswer(request, remote.tokenizer, remote.ours, remote.version)
         self._ready: deque[Piece] = deque()
         self._over = False
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # may be filled by a signal handler of its reader

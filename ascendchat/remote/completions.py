@@ -1,9 +1,9 @@
-"""Requests and answers of client.py in JSON: the fields of /v1/completions, and how an answer is put together of them.
+"""JSON of /v1/completions to and from our Request and Completion; how a cut answer is continued. client.py uses it.
 
 body_of(request, model, context, tokenizer, ours)      # what is posted
-answer = Answer(request, tokenizer, ours)
+answer = PartialAnswer(request, tokenizer, ours)
 answer.begin(version); answer.take(event); answer.close(); answer.completion
-answer.rest()                                          # after an interruption: what is still to be asked for
+answer.continue_answer(context)                        # the request for the rest, after an interruption
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
     return body
 
 
-class Answer:
+class PartialAnswer:
     """One answer as its parts come: events of a stream, or all at once, or in several pieces where the server was
     interrupted."""
 
@@ -100,7 +100,7 @@ class Answer:
         """What follows the tokens from their first on."""
         text, sampling = self.tokenizer, self.request.sampling
         self._text = TextStream(text, sampling.stop) if text else None
-        self._forced = Forced(text) if text and self.ours and sampling.tools else None
+        self._forced = ForcedTokens(text) if text and self.ours and sampling.tools else None
 
     # ---- interruptions -------------------------------------------------------------------------
 
@@ -109,20 +109,21 @@ class Answer:
         self.version = version
 
     @property
-    def over(self) -> bool:
-        """Whether it came to an end of its own: a fragment is not one."""
+    def finished(self) -> bool:
+        """Whether it came to an end of its own; a fragment did not."""
         return self.completion.finish_reason != "cancelled"
 
-    def rest(self, context: int) -> Request | None:
-        """What is still to be asked for: the prompt with what was written so far, fewer tokens, the same stops. None:
-        it was cut at its very end, and is over.
+    def continue_answer(self, context: int) -> Request | None:
+        """The request for the rest: the prompt with what was written so far, fewer tokens, the same stops. None: it was
+        cut at its very end, and is finished. It is never cut within a calculator call: what was written of one is
+        dropped and written again, since a server that is given half a call as its prompt would not run it.
 
         Our own engine's noise is a hash of seed and position, so the same seed goes on as if nothing had happened.
         Other servers begin their noise anew with every request: the same seed would repeat the noise that chose the
-        first tokens, so the seed of a later part follows from the seed and the place."""
+        first tokens, so the seed of a later part follows from the seed and the position."""
         answer, sampling = self.completion, self.request.sampling
         if self._forced is not None and self._forced.midway:
-            self._cut(last_index(answer.ids, self._forced.call))  # a call is only seen by who reads it from its start
+            self._truncate(last_index(answer.ids, self._forced.call))
         written = len(answer.ids)
         if not written:
             return self.request
@@ -138,8 +139,8 @@ class Answer:
             seed = int.from_bytes(hashlib.sha256(f"{seed} {written}".encode()).digest()[:7], "big")
         return Request([*self.request.prompt, *answer.ids], replace(sampling, max_tokens=left, seed=seed))
 
-    def _cut(self, length: int) -> None:
-        """Forget all tokens behind so many."""
+    def _truncate(self, length: int) -> None:
+        """Drop all tokens but the first `length`."""
         answer = self.completion
         for column in (answer.ids, answer.logprobs, answer.forced, answer.versions, answer.tops):
             del column[length:]  # type: ignore[attr-defined]
@@ -237,7 +238,7 @@ class Answer:
         return pieces
 
 
-class Forced:
+class ForcedTokens:
     """Which tokens the server's calculator has put there: the result behind a call that is not empty."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -288,61 +289,3 @@ def tops_of(row: dict[str, float] | None, count: int) -> list[tuple[int, float]]
     """{"token_id:7": -0.1} -> [(7, -0.1)], likeliest first; the token that was taken may be in it beyond `count`."""
     found = [(int(name.removeprefix(ID)), value) for name, value in (row or {}).items()]
     return sorted(found, key=lambda one: -one[1])[:count]
-
-
-# Answers in parts: what goes on behind an answer that was cut short, and how the parts become one.
-#
-#     request = rest(whole, begun, tokenizer, most=64)     # up to 64 tokens of the answer, those of `begun` included
-#     answer = joined(whole, begun, generator.generate([request])[0], tokenizer, context)
-#
-# An answer that can go on has the finish reason "cancelled". The noise of a token is a function of its position, so the
-# parts have the tokens that one answer would have had.
-
-
-def kept(ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Tokens that an answer can go on behind: not within a call of the calculator or its result, since a generator
-    that is given half a call as its prompt would not run it."""
-    special, begin = tokenizer.specials, -1
-    for at, token in enumerate(ids):
-        if token == special["<|tool_start|>"]:
-            begin = at
-        elif token == special["<|output_end|>"]:
-            begin = -1
-    return len(ids) if begin < 0 else begin
-
-
-def first_tokens(answer: Completion, count: int) -> Completion:
-    """An answer as it was when it had `count` tokens."""
-    columns = {name: getattr(answer, name)[:count] for name in ("ids", "logprobs", "forced", "versions", "tops")}
-    return replace(answer, **columns, text="", finish_reason="cancelled")
-
-
-def rest(whole: Request, begun: Completion, tokenizer: Tokenizer, most: int) -> Request:
-    """The request for what follows, so that the answer has up to `most` tokens in all."""
-    written = begun.ids[: kept(begun.ids, tokenizer)] if whole.sampling.tools else begun.ids
-    most = min(most, whole.sampling.max_tokens) - len(written)
-    return Request([*whole.prompt, *written], replace(whole.sampling, max_tokens=most))
-
-
-def joined(whole: Request, begun: Completion, more: Completion, tokenizer: Tokenizer, context: int) -> Completion:
-    """Both parts as one. It is over when it has stopped, has all its tokens, or has filled the context."""
-    count = kept(begun.ids, tokenizer) if whole.sampling.tools else len(begun.ids)
-    before = first_tokens(begun, count)
-    answer = replace(
-        more,
-        ids=before.ids + more.ids,
-        logprobs=before.logprobs + more.logprobs,
-        forced=before.forced + more.forced,
-        versions=before.versions + more.versions,
-        tops=before.tops + more.tops,
-        version=before.version if count else more.version,
-    )
-    full = len(answer.ids) >= whole.sampling.max_tokens or len(whole.prompt) + len(answer.ids) >= context
-    if answer.finish_reason != "stop":
-        answer.finish_reason = "length" if full else "cancelled"
-    if count:
-        text = TextStream(tokenizer, whole.sampling.stop)
-        text.feed_all(answer.ids)
-        text.close()
-        answer.text = text.text
-    return answer

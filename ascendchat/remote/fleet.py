@@ -239,14 +239,12 @@ class Fleet:
                 continue
             finally:
                 self.give(member, len(left))
-            if old := [answer.version for answer in found if answer.version < asked]:
-                reason = f"it answered with the weights of version {old[0]} instead of {asked}"
+            if (oldest := min((version for answer in found for version in answer.versions), default=asked)) < asked:
+                reason = f"it answered with the weights of version {oldest} instead of {asked}"
                 self.lose(member, remote, reason)
                 continue
             member.heard = time.monotonic()
-            # One that was broken off by somebody's pause is no answer: nothing may be learnt from a fragment.
-            answers |= {place: one for place, one in zip(left, found) if one.finish_reason != "cancelled"}
-            reason = "answers were broken off"
+            answers |= zip(left, found)
         if self._closing.is_set():
             raise UserError("the connection to the servers for rollouts was closed")
         if len(answers) < len(places):

@@ -39,8 +39,8 @@ from ascendchat.rl.invariant import InvariantTrainModel, batch_invariant
 from ascendchat.rl.questions import QuestionFile, load_questions
 from ascendchat.rl.rewards import Judge
 from ascendchat.rl.rollout import Questions, Rollout
-from ascendchat.rl.schedule import Rhythm
-from ascendchat.rl.source import Beside, InTurn, chunk_of
+from ascendchat.rl.schedule import RolloutSchedule
+from ascendchat.rl.source import AsyncRolloutSource, SyncRolloutSource
 from ascendchat.rl.stage import PolicyLoss, RlStage, method_of
 from ascendchat.rl.workflow import Workflows
 from ascendchat.runs.run import run_folder
@@ -140,15 +140,15 @@ def generator_of(
         yield fleet
 
 
-def source_of(config: RlConfig, rollout: Rollout, steps: int) -> InTurn:
-    """Groups in the rhythm that was asked for."""
+def source_of(config: RlConfig, rollout: Rollout, steps: int) -> SyncRolloutSource:
+    """The source of groups for --rhythm."""
     if config.rhythm != "sync" and not rollout.generator.elsewhere:
         raise UserError(
             f"--rhythm {config.rhythm} generates while it trains: give the address of a server (--rollouts), or let "
             "one be started on devices of its own (--rollout-devices)"
         )
     world = collectives.world()
-    rhythm = Rhythm(
+    schedule = RolloutSchedule(
         per_batch=config.prompts_per_step,
         staleness=config.staleness if config.rhythm == "async" else 0,
         refill=config.refill if PRESETS[config.preset].drop_equal else 0,
@@ -156,8 +156,7 @@ def source_of(config: RlConfig, rollout: Rollout, steps: int) -> InTurn:
         rank=world.rank,
         ranks=world.size,
     )
-    chunk = chunk_of(config.max_new_tokens)
-    return InTurn(rollout, rhythm, chunk) if config.rhythm == "sync" else Beside(rollout, rhythm, chunk)
+    return (SyncRolloutSource if config.rhythm == "sync" else AsyncRolloutSource)(rollout, schedule)
 
 
 def rollout_of(config: RlConfig, questions: Questions, generator: Generator, here: Context, context: int) -> Rollout:

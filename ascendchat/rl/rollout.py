@@ -1,11 +1,10 @@
-"""Questions, answers and what they are worth: what a step of RL trains on.
+"""Rollouts: questions are answered several times each, the answers judged, the groups packed into rows.
 
 questions = Questions(("gsm8k=0.7", "toy_problems=0.3"), tokenizer, seed=0, room=256)
-asked = questions.ask(number)                             # question `number` of the run: a pure function of the seed
+question = questions.ask(number)                     # question `number` of the run: a pure function of the seed
 rollout = Rollout(questions, generator, judge, ...)
-answers, _ = rollout.extend(rollout.begin(asked), most=256, version=0)    # or some tokens now and more later
-(group,) = rollout.judged([(asked, answers)])
-rows = pack(groups, weight_of, seq_len, pad)              # for rl/stage.py
+(group,) = rollout.groups([question])                # its answers and their rewards
+rows = pack(groups, weight_of, seq_len, pad)         # for rl/stage.py
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Generator, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
-from ascendchat.remote.completions import joined, rest
 from ascendchat.rl.questions import load_questions
-from ascendchat.rl.rewards import Asked, Judge
+from ascendchat.rl.rewards import Asked, Judge, Verdict
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.named import pass_at_k
 
-SPARE = 1 << 40  # number of the first question that is asked in place of another
+RESAMPLED = 1 << 40  # number of the first question that is asked in place of another
 
 
 @dataclass(frozen=True)
@@ -116,13 +114,7 @@ def answer_seed(seed: int, number: int, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {number} {sample}".encode()).digest()[:7], "big")
 
 
-Begun = tuple[Request, Completion]  # and as much of its answer as is there
 Generate = Callable[[Sequence[Request]], list[Completion]]
-
-
-def begun(request: Request) -> Begun:
-    """A request of whose answer nothing is there yet."""
-    return request, Completion(finish_reason="cancelled")
 
 
 class _Workflow(Protocol):
@@ -147,62 +139,56 @@ class Rollout:
     tokens: int = 0  # generated so far
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, question: Question) -> list[Begun]:
-        """Requests for all answers to a question; nothing is there of them yet."""
-        seeds = [answer_seed(self.seed, question.number, sample) for sample in range(self.samples)]
-        return [begun(Request(question.prompt, replace(self.sampling, seed=seed))) for seed in seeds]
+    def groups(self, questions: Sequence[Question]) -> list[Group]:
+        """Generate and judge `samples` answers to each question."""
+        if self.workflow is not None:
+            groups = self.workflow.groups(questions, self.samples, self.generate)
+            if not self.generator.elsewhere:  # the workflow steps the engine itself
+                self._count(answer for group in groups for answer in group.answers)
+            return groups
+        answers = self.generate([self._request(one, i) for one in questions for i in range(self.samples)])
+        at = range(0, len(answers), self.samples)
+        return self._judged(questions, [answers[i : i + self.samples] for i in at])
 
-    def extend(self, given: Sequence[Begun], most: int, version: int) -> tuple[list[Completion], bool]:
-        """All answers with up to `most` tokens, those that they have already included. What can still go on has the
-        finish reason "cancelled".
+    def _request(self, question: Question, sample: int) -> Request:
+        seed = answer_seed(self.seed, question.number, sample)
+        return Request(question.prompt, replace(self.sampling, seed=seed))
 
-        Tokens of weights older than `version` are left out, as a server gives them that was started again: then the
-        second value is True."""
-        tokenizer, context = self.questions.tokenizer, self.generator.context
-        answers = [answer for _, answer in given]
-        going = [
-            i for i, answer in enumerate(answers) if answer.finish_reason == "cancelled" and len(answer.ids) < most
-        ]
-        more = self.generator.generate([rest(*given[i], tokenizer, most) for i in going])
-        stale = False
-        for i, part in zip(going, more):
-            if not len(part.ids) == len(part.logprobs) == len(part.versions) == len(part.forced):
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Whole answers with the log-probability of every token."""
+        answers = self.generator.generate(requests)
+        for answer in answers:
+            if answer.finish_reason == "cancelled":
+                raise ValueError("half an answer cannot be judged")
+            if not len(answer.ids) == len(answer.logprobs) == len(answer.versions) == len(answer.forced):
                 raise UserError("the generator has not said the log-probability of every token; RL needs them all")
-            if min(part.versions, default=version) < version:
-                stale = True
-            else:
-                answers[i] = joined(*given[i], part, tokenizer, context)
-        self.count(more)
-        return answers, stale
+        self._count(answers)
+        return answers
 
-    def count(self, answers: Iterable[Completion]) -> None:
-        """These were generated."""
+    def _count(self, answers: Iterable[Completion]) -> None:
         with self._lock:
             self.tokens += sum(len(answer.ids) for answer in answers)
 
-    def judged(self, asked: Sequence[tuple[Question, list[Completion]]]) -> list[Group]:
-        """Whole answers become groups. What cannot be judged counts like the worst answer of its group."""
-        if any(answer.finish_reason == "cancelled" for _, answers in asked for answer in answers):
-            raise ValueError("half an answer cannot be judged")
+    def _judged(self, questions: Sequence[Question], answers: Sequence[list[Completion]]) -> list[Group]:
+        """Groups of whole answers. One that cannot be judged gets the worst reward of its group."""
         verdicts = iter(
             self.judge.verdicts(
                 [
                     Asked(question.task, question.index, answer.text, question.prompt, answer.ids, answer.finish_reason)
-                    for question, answers in asked
-                    for answer in answers
+                    for question, own in zip(questions, answers)
+                    for answer in own
                 ]
             )
         )
-        groups = []
-        for question, answers in asked:
-            found = [next(verdicts) for _ in answers]
-            known = [verdict for verdict in found if verdict.reward is not None]
-            worst = min((verdict.reward for verdict in known if verdict.reward is not None), default=0.0)
-            filled = [worst if verdict.reward is None else verdict.reward for verdict in found]
-            shaped = [self.shape_reward(reward, answer) for reward, answer in zip(filled, answers)]
-            right, terms = [verdict.right for verdict in known], [verdict.terms for verdict in found]
-            groups.append(Group(question, answers, shaped, len(known), right=right, terms=terms))
-        return groups
+        return [self._group(question, own, [next(verdicts) for _ in own]) for question, own in zip(questions, answers)]
+
+    def _group(self, question: Question, answers: list[Completion], verdicts: Sequence[Verdict]) -> Group:
+        judged = [verdict for verdict in verdicts if verdict.reward is not None]
+        worst = min((verdict.reward for verdict in judged if verdict.reward is not None), default=0.0)
+        rewards = [worst if verdict.reward is None else verdict.reward for verdict in verdicts]
+        shaped = [self.shape_reward(reward, answer) for reward, answer in zip(rewards, answers)]
+        right, terms = [verdict.right for verdict in judged], [verdict.terms for verdict in verdicts]
+        return Group(question, answers, shaped, len(judged), right=right, terms=terms)
 
     def close(self) -> None:
         """End the processes of the judge and of the workflow."""
