@@ -99,8 +99,8 @@ class RlStage(Stage):
     # ---- a step --------------------------------------------------------------------------------
 
     def micro_batches(self, step: int) -> Iterator[PolicyBatch]:
-        """This rank's rows of a step, as soon as their groups are finished. An error here or in `learn` ends the run in
-        `correction`, on all ranks: the others would wait there for one that has left."""
+        """This rank's rows of a step, as soon as their groups are finished. An error here or in
+        `forward_backward` ends the run in `correction`, on all ranks: the others would wait there for one that has left."""
         self._in_step, self._size, empty = True, (0, 0), True
         try:
             for rows in self._rows(*divmod(step, self.config.updates)):
@@ -162,9 +162,9 @@ class RlStage(Stage):
         """Loss weight of each token of an answer; see `correction`."""
         return token_weight(own_tokens(answer), self.method.mean, self.answers, self.longest)
 
-    def learn(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
+    def forward_backward(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
         try:
-            return super().learn(batch, scale)
+            return self.policy_loss(batch, self.answers * self.longest, scale).backward()
         except Exception as problem:
             if not self._in_step:  # the dry run, which looks for what fits
                 raise
@@ -236,8 +236,6 @@ class RlStage(Stage):
         known = proximal if self.config.updates > 1 else None  # with one update it is the policy that is trained
         return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths, known)
 
-    def loss(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
-        return self.policy_loss(batch, self.answers * self.longest, scale)
 
     def probe(self) -> PolicyBatch:
         rows = TokenRows.empty(self.split.rows, self.model.shape.seq_len, self.pad)
@@ -353,7 +351,7 @@ def groups_of(slots: Sequence[PromptSlot]) -> list[Group]:
 # The loss of a batch of answers and what is measured of it: nn/logprobs.py and grpo.py put together.
 #
 #     of_policy = PolicyLoss(learner, method, drawn, reference)       # built by command.py
-#     loss = of_policy(batch, tokens)                                 # RlStage.loss
+#     loss = of_policy(batch, tokens).backward()                      # RlStage.forward_backward
 #     batch = replace(batch, proximal=of_policy.logprobs(batch))      # before the first of several updates on a batch
 #
 # What is computed once per batch, without gradient: for GSPO with a known proximal policy the log-probabilities, from

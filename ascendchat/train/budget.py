@@ -27,7 +27,7 @@ from ascendchat.sizes.batch import MFU, MIN_STEPS, Split, batch_for, horizon, op
 from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.shape import Shape
 from ascendchat.train.loop import until_it_fits
-from ascendchat.train.model import TrainModel, learning
+from ascendchat.train.model import TrainModel
 from ascendchat.train.rows import share_out
 
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
@@ -159,14 +159,14 @@ def measured_speed(learner: TrainModel, batch: MicroBatch) -> float:
     tokens = batch.inputs.numel()
     weight = torch.tensor(1.0 / tokens, device=learner.place)
     learner.mean_over(tokens)
-    learn = learning(learner, batch, weight, weight, learner.model.zero_grad, keep=False)
     started, done = 0.0, 0
-    while not started or time.perf_counter() - started < SPEED_SECONDS:
-        learn(batch, weight, weight)
-        learner.device.synchronize()
-        done = done + tokens if started else 0  # the first one compiles
-        started = started or time.perf_counter()
-    return done / (time.perf_counter() - started)
+    with learner.forgetting_gradients():
+        while not started or time.perf_counter() - started < SPEED_SECONDS:
+            learner.forward_backward(batch, weight, weight)
+            learner.device.synchronize()
+            done = done + tokens if started else 0  # the first one compiles
+            started = started or time.perf_counter()
+        return done / (time.perf_counter() - started)
 
 
 def measured_horizon(

@@ -155,7 +155,7 @@ def train_step(stage: Stage, step: int, scale: LossScale, profiler: Profiler | N
     used = scale.value
     scale.before()
     for batch in profiler.feed(stage.micro_batches, step) if profiler else stage.micro_batches(step):
-        loss, metrics = stage.learn(batch, used)
+        loss, metrics = stage.forward_backward(batch, used)
         for name, value in {"loss": loss, **metrics}.items():
             sums[name] = sums[name] + value.detach() if name in sums else value.detach()
     assert sums, "a step without micro-batches"
@@ -392,7 +392,7 @@ def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
     """Take smaller device batches until one fits on all ranks."""
 
     def trial() -> None:
-        stage.loss(stage.probe()).value.backward()  # type: ignore[no-untyped-call]
+        stage.forward_backward(stage.probe())
         device.synchronize()
 
     until_it_fits(trial, stage.smaller, stage.optimizer.zero_grad, stage.model, device, say)

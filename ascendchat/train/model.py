@@ -1,15 +1,16 @@
 """A model on its device as training sees it: kernel, compiled forward pass, loss.
 
 learner = build(config, shape, here)
-learner.loss(batch, weight).backward()
+learner.forward_backward(batch, weight)                  # gradients are added to those of earlier micro-batches
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -44,8 +45,19 @@ def say(sentence: str) -> None:
         print(sentence)
 
 
+class _Graph(NamedTuple):
+    """A captured micro-batch."""
+
+    shape: torch.Size  # (B, T) of its tokens
+    replay: Callable[..., Tensor]
+
+
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 class TrainModel(Generic[_Model]):
-    """A model on its device, with the kernel chosen for it, compiled where that is sound."""
+    """A model on its device, with the kernel chosen for it, compiled where that is sound, captured where that pays."""
 
     def __init__(
         self,
@@ -65,6 +77,8 @@ class TrainModel(Generic[_Model]):
         self.score = device.compile(model.score, dynamic=False)
         eight = isinstance(getattr(model, "ops", None), Fp8Ops)
         self.products = Fp8Head(partial(device.compile, dynamic=False)) if eight else HeadProducts
+        self._graph: _Graph | None = None
+        self._first, self._keeps = True, True
 
     @property
     def packaged(self) -> list[str]:
@@ -120,6 +134,66 @@ class TrainModel(Generic[_Model]):
             scorer=self.score,
             products=self.products,
         )
+
+    def forward_backward(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
+        """`loss`, without its autograd graph; its gradients are added up.
+
+        The first call captures all this as one graph, where that pays, and leaves gradients without meaning: it is for
+        the dry run. Micro-batches of another size are launched operator by operator.
+        """
+        if self._first and self.captures(len(batch.inputs)):
+            self._graph = self._capture(batch, weight, ahead)
+        self._first = False
+        if self._graph is None or batch.inputs.shape != self._graph.shape:
+            return self._eager(batch, weight, ahead)
+        return self._graph.replay(*_present(batch.inputs, batch.targets, weight, ahead)).clone()  # it is overwritten
+
+    def _eager(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
+        loss = self.loss(batch, weight, ahead)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not self._keeps:
+            self.model.zero_grad()
+        return loss.detach()
+
+    def captures(self, rows: int) -> bool:
+        """Whether micro-batches of so many rows are captured: they are short and always the same work. Several devices
+        were not tried."""
+        model, device = self.model, self.device
+        able = device.records_training and device.compiles and device.chip.graphs
+        if not able or not isinstance(model, GPT) or collectives.world().size > 1:
+            return False
+        same = not self.by_document and not model.dropout and not device.scaling.needed
+        return same and short(model.shape, device.chip, rows, model.checkpoint_activations)
+
+    def _capture(self, like: MicroBatch, weight: Tensor, ahead: Tensor | None) -> _Graph | None:
+        """One graph of forward and backward pass for micro-batches of the size of `like`."""
+
+        def run(inputs: Tensor, targets: Tensor, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
+            return self._eager(replace(like, inputs=inputs, targets=targets), weight, ahead)
+
+        self.device.release()  # blocks that other work has left would lack here
+        static = [tensor.clone() for tensor in _present(like.inputs, like.targets, weight, ahead)]
+        try:
+            return _Graph(like.inputs.shape, self.device.graph(run, *static))
+        except torch.OutOfMemoryError:  # other processes have some of the device's memory
+            say("there is no room to capture micro-batches: their operators are launched one by one")
+        self.device.release()
+        return None
+
+    def release_graph(self) -> None:
+        """Forget the graph: micro-batches have another size from here on, or gradients another place."""
+        self._graph, self._first = None, True
+
+    @contextmanager
+    def forgetting_gradients(self) -> Iterator[None]:
+        """Keep no gradients in here, to measure the speed before there is an optimizer that has room for them."""
+        self.release_graph()
+        self._keeps = False
+        try:
+            yield
+        finally:
+            self.release_graph()
+            self._keeps = True
 
     def nats(self, batch: Batch) -> Tensor:
         """Nats of every target of a batch on the host, without gradient; 0 where nothing is scored."""
@@ -204,81 +278,15 @@ def noise(learner: TrainModel, split: Split, seed: int = 0) -> MicroBatch:
     return MicroBatch(inputs, targets, np.full(split.rows, split.seq_len, np.int32), split.total)
 
 
-# A micro-batch as one recording of the device: forward, loss and backward without a launch of the host.
-#
-#     learn = learning(learner, like, weight, ahead, clear)     # `like`: a micro-batch of the size that is to come
-#     loss = learn(batch, weight, ahead)                        # its gradients are added up
-#
-# A small model is over before the host has launched it.
+# A small model has done a micro-batch before the host has launched it, so a short one is captured as one graph.
 
 SHORT = 0.01  # seconds at the chip's peak; a longer micro-batch hides its launches (docs/log.md)
 
-Learn = Callable[[MicroBatch, Tensor, Tensor | None], Tensor]
-
-
-def pays(learner: TrainModel, rows: int) -> bool:
-    """Whether micro-batches of so many rows are recorded: they are short, always the same work, and there is room for
-    their activations beside those of work that is not recorded. Several devices were not tried."""
-    model, device = learner.model, learner.device
-    able = device.records_training and device.compiles and device.chip.graphs
-    if not able or not isinstance(model, GPT) or collectives.world().size > 1:
-        return False
-    same = not learner.by_document and not model.dropout and not device.scaling.needed
-    return same and short(model.shape, device.chip, rows, model.checkpoint_activations)
-
 
 def short(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> bool:
-    """By time at the chip's peak, and by room."""
+    """Whether a micro-batch is short by its time at the chip's peak, and has room in a graph: that keeps its
+    activations beside those of work outside of it."""
     held = training(shape, chip, 1, rows, checkpointing)
     twice = sum(held.values()) + held["activations"] + held["logits"] + held["workspace"]
     seconds = rows * shape.seq_len * shape.train_flops_per_token / chip.peak if chip.peak else SHORT
     return seconds < SHORT and twice <= usable(chip)
-
-
-def learning(
-    learner: TrainModel,
-    like: MicroBatch,
-    weight: Tensor,
-    ahead: Tensor | None,
-    clear: Callable[[], None],
-    *,
-    keep: bool = True,
-) -> Learn:
-    """Learns from micro-batches; those of the size of `like` as one recording, where that pays. Call it when there are
-    no gradients yet: `clear` forgets those that recording makes. `weight`, `ahead`: as they will be given, or None.
-    A recording adds up gradients that an optimizer has given their place; without one, `keep` none of them."""
-
-    def plain(batch: MicroBatch, weight: Tensor, ahead: Tensor | None) -> Tensor:
-        loss = learner.loss(batch, weight, ahead)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if not keep:
-            clear()
-        return loss.detach()
-
-    if not pays(learner, like.inputs.size(0)):
-        return plain
-
-    def run(inputs: Tensor, targets: Tensor, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
-        return plain(replace(like, inputs=inputs, targets=targets), weight, ahead)
-
-    def given(batch: MicroBatch, *numbers: Tensor | None) -> list[Tensor]:
-        return [batch.inputs, batch.targets, *(number for number in numbers if number is not None)]
-
-    learner.device.release()  # what ran before, unrecorded, has left room for its activations
-    try:
-        replay = learner.device.graph(run, *(tensor.clone() for tensor in given(like, weight, ahead)))
-    except torch.OutOfMemoryError:  # other processes have some of the device's memory
-        say("there is no room to record micro-batches: they are launched one by one")
-        replay = None
-    clear()
-    if replay is None:
-        learner.device.release()
-        return plain
-
-    def learn(batch: MicroBatch, weight: Tensor, ahead: Tensor | None) -> Tensor:
-        if batch.inputs.shape != like.inputs.shape:
-            return plain(batch, weight, ahead)
-        loss: Tensor = replay(*given(batch, weight, ahead))
-        return loss.clone()  # the next one is written to the same place
-
-    return learn

@@ -191,12 +191,12 @@ class PreferenceStage(RowStage):
             "logprob_rejected": means[1],
         }
 
-    def loss(self, batch: _UploadedPairs, scale: float = 1.0) -> Loss:  # type: ignore[override]
+    def forward_backward(self, batch: _UploadedPairs, scale: float = 1.0) -> Loss:  # type: ignore[override]
         """Every pair of the step weighs the same. The loop takes the mean over the ranks."""
         found, measured = self.compared(batch)
         share = self.split.devices / batch.step_pairs
         metrics = {name: value.sum() * share for name, value in measured.items()}
-        return Loss(found.loss.sum() * (share * scale), metrics)
+        return Loss(found.loss.sum() * (share * scale), metrics).backward()
 
     def probe(self) -> _UploadedPairs:  # type: ignore[override]
         """The first bins: a bin is as large as any other."""

@@ -36,10 +36,10 @@ from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
 from ascendchat.sizes.memory import mean_on_device
 from ascendchat.train.budget import MAX_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
-from ascendchat.train.model import Learn, TrainModel, build, learning
+from ascendchat.train.model import TrainModel, build
 from ascendchat.train.rows import SAMPLE_TOKENS, RowStage
 from ascendchat.train.run import train_stage, training_context, with_attend
-from ascendchat.train.stage import Loss, updates_of
+from ascendchat.train.stage import updates_of
 
 MAX_EVAL_TOKENS = 10_000_000
 EMBEDDED_VOCAB = 1536  # ids of the tokenizer that is made for the embedded corpus,
@@ -65,7 +65,6 @@ class BaseStage(RowStage):
         self.text, self.eval_tokens = text, config.eval_tokens
         self.core_tasks, self.core_rows = core_tasks, config.core_metric_max_per_task
         self.dropout = config.dropout
-        self._learn: Learn | None = None
         super().__init__(learner, split, steps, text.tokenizer, config)
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
         held = (
@@ -83,12 +82,6 @@ class BaseStage(RowStage):
         if self.dropout:
             self.draw_anew(step)
         return super().micro_batches(step)
-
-    def learn(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
-        weight = self.weight(batch, scale)
-        if self._learn is None:  # the first of the run: there are no gradients yet
-            self._learn = learning(self.learner, batch, weight, self.ahead, self.optimizer.zero_grad)
-        return Loss(self._learn(batch, weight, self.ahead))
 
     def probe(self) -> MicroBatch:
         self.averaging.reserve_mean(self.roomy and self.split is self.planned)

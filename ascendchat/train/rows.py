@@ -161,9 +161,9 @@ class RowStage(Stage):
     def probe(self) -> MicroBatch:
         return noise(self.learner, self.split)
 
-    def loss(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
+    def forward_backward(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
         """Every target of the step weighs the same, whichever rank has it; padding weighs nothing."""
-        return Loss(self.learner.loss(batch, self.weight(batch, scale), self.ahead))
+        return Loss(self.learner.forward_backward(batch, self.weight(batch, scale), self.ahead))
 
     def weight(self, batch: MicroBatch, scale: float) -> Tensor:
         """Of one target."""
@@ -200,6 +200,7 @@ class RowStage(Stage):
         if split is None:
             return False
         self._feed.close()
+        self.learner.release_graph()
         self.split = split
         self._feed = self._prefetcher()
         return True

@@ -1,6 +1,6 @@
 """What the loop trains: the protocol Stage. base, mid, SFT, RL and fine-tuning differ only here.
 
-    class Mine(Stage): ...                # what has no body below: model, optimizer, micro_batches, loss, ...
+    class Mine(Stage): ...                # what has no body below: model, optimizer, forward_backward, ...
     fit(Mine(...), device, run, options)  # train/loop.py
 
 No model and no optimizer is named here: ours are in train/model.py.
@@ -38,10 +38,15 @@ class Optimizer(Protocol):
 
 
 class Loss(NamedTuple):
-    """Of one micro-batch, on the device."""
+    """The loss of one micro-batch, on the device."""
 
     value: Tensor
     metrics: Mapping[str, Tensor] = {}  # named values beside it, not scaled; they add up like the loss
+
+    def backward(self) -> Loss:
+        """Add up the gradients; the same loss without its graph."""
+        self.value.backward()  # type: ignore[no-untyped-call]
+        return Loss(self.value.detach(), self.metrics)
 
 
 class Correction(NamedTuple):
@@ -72,16 +77,13 @@ class Stage(Protocol):
         """A micro-batch of full size for the dry run, whatever it holds; costs nothing to make."""
         ...
 
-    def loss(self, batch: Any, scale: float = 1.0) -> Loss:
-        """`scale` times a share of the step's loss. Micro-batches of a rank add up to its loss; the loop takes the
-        mean over the ranks. The scale goes in before anything is rounded to 16 bits."""
-        ...
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Loss:
+        """Add the gradients of `scale` times this micro-batch's share of the step's loss to those of the optimizer.
 
-    def learn(self, batch: Any, scale: float = 1.0) -> Loss:
-        """The same, and its gradients are added up; the value has none any more."""
-        value, metrics = self.loss(batch, scale)
-        value.backward()  # type: ignore[no-untyped-call]
-        return Loss(value.detach(), metrics)
+        Micro-batches of a rank add up to its loss; the loop takes the mean over the ranks. The scale goes in before
+        anything is rounded to 16 bits. The dry run calls this too, and forgets the gradients.
+        """
+        ...
 
     def correction(self, step: int) -> Correction:
         """For a stage that knows the size of its batch only when the last micro-batch is done; alike on all ranks. All

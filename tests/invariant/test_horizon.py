@@ -259,9 +259,9 @@ def test_the_mean_of_the_last_weights_is_near_only_while_the_plan_holds(
             raise torch.OutOfMemoryError(left.pop())
         return planned(stage, *told)
 
-    planned = pretrain.BaseStage.loss
+    planned = pretrain.BaseStage.forward_backward
     monkeypatch.setattr(pretrain.MuonAdamW, "average", average)
-    monkeypatch.setattr(pretrain.BaseStage, "loss", loss)
+    monkeypatch.setattr(pretrain.BaseStage, "forward_backward", loss)
     run(words, "--num-iterations", "20")
     assert places
     assert set(places) == {fits}
@@ -272,7 +272,7 @@ def test_one_row_without_room_for_the_mean_is_tried_without_it(
     words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also in a run that goes on in its last tenth: it has the bits of one that was never stopped."""
-    planned = pretrain.BaseStage.loss
+    planned = pretrain.BaseStage.forward_backward
 
     def loss(stage: Any, *told: Any) -> Any:
         if any(bucket.spare is not None for bucket in stage.optimizer.buckets):
@@ -293,7 +293,7 @@ def test_one_row_without_room_for_the_mean_is_tried_without_it(
     )
     where = ["--data", str(words), "--device-type", "cpu", "--sample-every", "0", "--save-every", "1"]
     command = ["base", *sizes, *where, "--num-iterations", "30"]
-    monkeypatch.setattr(pretrain.BaseStage, "loss", loss)
+    monkeypatch.setattr(pretrain.BaseStage, "forward_backward", loss)
     assert main([*command, "--run", "whole"]) == 0
     monkeypatch.setattr(pretrain.BaseStage, "after_step", after_step)
     with pytest.raises(Killed):

@@ -64,6 +64,9 @@ class ToyStage(Stage):
     def probe(self) -> int:
         return -1
 
+    def forward_backward(self, batch: int, scale: float = 1.0) -> Loss:
+        return self.loss(batch, scale).backward()
+
     def loss(self, batch: int, scale: float = 1.0) -> Loss:
         if self.oom:
             raise torch.OutOfMemoryError("NPU out of memory")

@@ -220,7 +220,7 @@ def rl_that_ends(rank: int, place: str, problem: Exception) -> str:
     stage._write_transcript = meet if place == "transcript" and rank == 1 else lambda *_: None
     try:
         for batch in stage.micro_batches(0):
-            stage.learn(batch)
+            stage.forward_backward(batch)
         stage.correction(0)
     except UserError as said:
         return str(said)
