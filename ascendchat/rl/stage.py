@@ -100,7 +100,7 @@ class RlStage(Stage):
 
     def micro_batches(self, step: int) -> Iterator[PolicyBatch]:
         """This rank's rows of a step, as soon as their groups are finished. An error here or in
-        `forward_backward` ends the run in `correction`, on all ranks: the others would wait there for one that has left."""
+        `forward_backward` ends the run in `correction`, on all ranks: the others wait there."""
         self._in_step, self._size, empty = True, (0, 0), True
         try:
             for rows in self._rows(*divmod(step, self.config.updates)):
@@ -235,7 +235,6 @@ class RlStage(Stage):
         advantage, behaviour, weight, proximal = (put(column, dtype=torch.float32) for column in columns)
         known = proximal if self.config.updates > 1 else None  # with one update it is the policy that is trained
         return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths, known)
-
 
     def probe(self) -> PolicyBatch:
         rows = TokenRows.empty(self.split.rows, self.model.shape.seq_len, self.pad)
