@@ -31,7 +31,7 @@ from ascendchat.checkpoint import read_file, verify
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Generator, Request, Sampling, Weights
 from ascendchat.errors import UserError
-from ascendchat.remote.fleet import Fleet
+from ascendchat.remote.fleet import ReplicaPool
 
 CALLS = 256  # of agenerate that wait for an answer at a time
 UNLIMITED = 10**8  # AReaL's top_k that means all tokens
@@ -98,12 +98,12 @@ class VLLMRemoteEngine:
     """AReaL's InferenceEngine over a Generator. Methods may be called from any thread."""
 
     def __init__(self, *, api_key: str = "", tokenizer: Tokenizer | None = None, **settings: Any) -> None:
-        """`settings` are those of Fleet."""
+        """`settings` are those of ReplicaPool."""
         self.settings = {"api_key": api_key, "tokenizer": tokenizer, **settings}
         self.generator: Generator | None = None
         self.rejected = 0
         self._version = 0
-        self._fleet: Fleet | None = None
+        self._pool: ReplicaPool | None = None
         self._running = threading.Event()  # cleared by pause()
         self._running.set()
         self._seeds = itertools.count(1)
@@ -116,7 +116,7 @@ class VLLMRemoteEngine:
             urls = [part for part in addr.split(",") if part] if isinstance(addr, str) else list(addr)
             if not urls:
                 raise UserError("initialize() needs the addresses of servers; start one: ascendchat rollout-server")
-            generator = self._fleet = Fleet.open(urls, **self.settings)
+            generator = self._pool = ReplicaPool.open(urls, **self.settings)
         self.generator, self._version = generator, generator.version
         self._threads, self._updates = ThreadPoolExecutor(CALLS, "agenerate"), ThreadPoolExecutor(1, "weights")
         self._loop = asyncio.new_event_loop()
@@ -127,12 +127,12 @@ class VLLMRemoteEngine:
         if self.generator is None:
             return
         self._running.set()
-        if self._fleet is not None:
-            self._fleet.close()
+        if self._pool is not None:
+            self._pool.close()
         for threads in (self._threads, self._updates):
             threads.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self.generator = self._fleet = None
+        self.generator = self._pool = None
 
     # ---- generating ----------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A Generator over HTTP: a server of ours, or another with OpenAI's API and vLLM's additions to it.
 
-    with Remote.open("http://127.0.0.1:8000", api_key=key, tokenizer=tokenizer) as generator:
+    with RemoteGenerator.open("http://127.0.0.1:8000", api_key=key, tokenizer=tokenizer) as generator:
         answers = generator.generate([Request(prompt, Sampling(seed=1)), ...])     # all at the same time
         with closing(generator.stream(request)) as stream: ...
         generator.load(model.state_dict(), version=12)          # `ascendchat serve --weight-updates`, or vLLM (vllm.py)
@@ -34,7 +34,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
 from ascendchat.errors import UserError
 from ascendchat.remote.completions import PartialAnswer, Unusable, body_of
-from ascendchat.remote.http import FIRST_PAUSE, GONE, LONGEST_PAUSE, TROUBLE, Again, Link
+from ascendchat.remote.http import ATTEMPT_ERRORS, FIRST_PAUSE, MAX_PAUSE, UNREACHABLE, HTTPClient, Retry
 from ascendchat.remote.servers import PauseMode, Server
 from ascendchat.remote.vllm import VllmServer, find_out, first_line
 from ascendchat.remote.weights import Scorer, probe_of
@@ -51,7 +51,7 @@ class WeightsLost(UserError):
     Whoever has them calls `load` and asks again."""
 
 
-class Remote:
+class RemoteGenerator:
     """A Generator in another process or on another machine. Several threads may use it.
 
     `scorer`: gives the trainer's own log-probabilities of tokens, by which a vLLM server is verified after `load` if it
@@ -79,8 +79,8 @@ class Remote:
         both see, for weights; needed for a vLLM server elsewhere without our receiver."""
         self.tokenizer, self.scorer = tokenizer, scorer
         self.version, self.pulse_every = 0, pulse_every
-        self.link = Link(url, api_key, concurrency, timeout, patience)
-        self.url, self._folder = self.link.url, folder
+        self.http = HTTPClient(url, api_key, concurrency, timeout, patience)
+        self.url, self._folder = self.http.url, folder
         self.server: Server
         self.torn = ""  # why nobody knows which weights the server has; a load that succeeds mends it
         self._loop = asyncio.new_event_loop()
@@ -94,19 +94,19 @@ class Remote:
         self._load_lock = threading.Lock()
 
     @classmethod
-    def open(cls, url: str, **settings: Any) -> Remote:
+    def open(cls, url: str, **settings: Any) -> RemoteGenerator:
         """Connect, and ask which model is there."""
         remote = cls(url, **settings)
         threading.Thread(target=remote._loop.run_forever, name="remote generator", daemon=True).start()
         try:
-            remote.server = remote._wait(find_out(remote.link, remote._folder))
+            remote.server = remote._wait(find_out(remote.http, remote._folder))
             remote.version = remote.server.weight_version
         except BaseException:
             remote.close()
             raise
         return remote
 
-    def __enter__(self) -> Remote:
+    def __enter__(self) -> RemoteGenerator:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,7 +148,7 @@ class Remote:
         with self._load_lock:
             try:
                 self._wait(self._load(weights, version, interrupt))
-            except GONE as error:
+            except UNREACHABLE as error:
                 raise UserError(f"{self.url} has not taken version {version}: {first_line(error)}") from None
 
     def renew(self, version: int) -> None:
@@ -176,7 +176,7 @@ class Remote:
         answer = PartialAnswer(request, self.tokenizer, self.ours)
         asked: Request | None = request
         unusable = barren = 0
-        end = time.monotonic() + self.link.patience
+        end = time.monotonic() + self.http.patience
         async with self._room:
             while asked is not None:
                 length = len(answer.completion.ids)
@@ -189,11 +189,11 @@ class Remote:
                 if answer.finished:
                     break
                 if len(answer.completion.ids) > length:
-                    barren, end = 0, time.monotonic() + self.link.patience
+                    barren, end = 0, time.monotonic() + self.http.patience
                 elif time.monotonic() > end:
                     raise UserError(f"{self.url} cuts every answer short; is it being stopped?")
                 else:
-                    await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(barren, 9)) if barren else 0)
+                    await asyncio.sleep(min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(barren, 9)) if barren else 0)
                     barren += 1
                 asked = answer.continue_answer(self.context)
                 if asked is not None and unusable:  # the same noise would choose the same token
@@ -214,14 +214,14 @@ class Remote:
                 self._suspect = True
                 raise
 
-        answer.take(await self.link.again(once), whole=True)
+        answer.take(await self.http.retry(once), whole=True)
 
     async def _open(self) -> None:
         """Wait while weights change."""
         try:
-            await asyncio.wait_for(self._gate.wait(), self.link.timeout)
+            await asyncio.wait_for(self._gate.wait(), self.http.timeout)
         except asyncio.TimeoutError:
-            raise UserError(f"{self.url} was kept waiting for weights for {self.link.timeout:g} s") from None
+            raise UserError(f"{self.url} was kept waiting for weights for {self.http.timeout:g} s") from None
         async with self._asking:
             if self._suspect and isinstance(self.server, VllmServer) and not self.torn:
                 if await self.server.has_forgotten():
@@ -241,14 +241,14 @@ class Remote:
 
     async def _watched(self, body: dict[str, Any]) -> Any:
         """The answer to one request. While none comes the server must show signs of life."""
-        task = asyncio.ensure_future(self.link.ask("POST", PATH, json=body))
-        end = time.monotonic() + self.link.timeout
+        task = asyncio.ensure_future(self.http.ask("POST", PATH, json=body))
+        end = time.monotonic() + self.http.timeout
         try:
             while not (await asyncio.wait({task}, timeout=self.pulse_every))[0]:
                 if time.monotonic() > end:
-                    raise Again(f"no answer within {self.link.timeout:g} s")
+                    raise Retry(f"no answer within {self.http.timeout:g} s")
                 if self._gate.is_set() and not await self._pulse(PULSE) and not await self.server.is_paused():
-                    raise Again(f"it does not write a single token within {PULSE:g} s")
+                    raise Retry(f"it does not write a single token within {PULSE:g} s")
             return task.result()
         finally:
             task.cancel()
@@ -257,10 +257,10 @@ class Remote:
         sampling = Sampling(max_tokens=1, temperature=0.0, tools=False, stop_tokens=() if self.tokenizer else None)
         try:
             reply = await asyncio.wait_for(
-                self.link.ask("POST", PATH, json=self._body(Request([1], sampling))), seconds
+                self.http.ask("POST", PATH, json=self._body(Request([1], sampling))), seconds
             )
             return bool(reply["choices"])
-        except (*TROUBLE, LookupError, TypeError):
+        except (*ATTEMPT_ERRORS, LookupError, TypeError):
             return False
 
     async def _fit(self, sampling: Sampling) -> None:
@@ -281,7 +281,7 @@ class Remote:
             nonlocal begun
             await self._open()
             content = {**body, "stream": True, "stream_options": {"include_usage": True}}
-            async for event in self.link.events(PATH, content):
+            async for event in self.http.events(PATH, content):
                 begun = True
                 put(event)
             if not begun:
@@ -289,7 +289,7 @@ class Remote:
 
         try:
             async with self._room:
-                await self.link.again(lambda: self._counted(once()), lambda: not begun)
+                await self.http.retry(lambda: self._counted(once()), lambda: not begun)
             put(None)
         except Exception as error:  # noqa: BLE001 (raised where the pieces are read)
             put(error)
@@ -301,19 +301,19 @@ class Remote:
         if not server.holds_requests:
             async with paused(server, "keep") if interrupt else contextlib.nullcontext():
                 await server.push(weights, version)
+            await server.verify(weights, version, self.scorer, probe_of(self.tokenizer))
             self.version = version
             return
         self._gate.clear()
         try:
             if not interrupt:
-                await self._quiet(self.link.timeout)
+                await self._quiet(self.http.timeout)
             async with paused(server, "abort" if interrupt else "wait"):
                 if interrupt:
-                    await self._quiet(self.link.timeout, again="abort")
+                    await self._quiet(self.http.timeout, again="abort")
                 self.torn = f"version {version} was being sent"
                 await server.push(weights, version)
-            if isinstance(server, VllmServer):
-                await server.verify(self.scorer, probe_of(self.tokenizer))
+            await server.verify(weights, version, self.scorer, probe_of(self.tokenizer))
             self.version, self.torn = version, ""
         except Exception as error:
             if self.torn:
@@ -353,7 +353,7 @@ class Remote:
         await asyncio.gather(*others, return_exceptions=True)
         if isinstance(getattr(self, "server", None), VllmServer):
             await self.server.close()  # type: ignore[attr-defined]
-        await self.link.close()
+        await self.http.close()
 
     # ---- from outside --------------------------------------------------------------------------
 
@@ -388,7 +388,7 @@ async def paused(server: Server, mode: PauseMode) -> AsyncIterator[None]:
         await server.pause(mode)
         yield
     except BaseException:
-        with contextlib.suppress(*TROUBLE):  # what went wrong first is what counts
+        with contextlib.suppress(*ATTEMPT_ERRORS):  # what went wrong first is what counts
             await server.resume()
         raise
     await server.resume()
@@ -408,7 +408,7 @@ def shifted(sampling: Sampling, attempt: int) -> Sampling:
 class _RemoteStream:
     """The generator.Stream of one request."""
 
-    def __init__(self, remote: Remote, request: Request, body: dict[str, Any]) -> None:
+    def __init__(self, remote: RemoteGenerator, request: Request, body: dict[str, Any]) -> None:
         self._remote = remote
         self._answer = PartialAnswer(request, remote.tokenizer, remote.ours, remote.version)
         self._ready: deque[Piece] = deque()

@@ -100,7 +100,7 @@ def probe_of(tokenizer: Tokenizer | None) -> list[int]:
 
 
 def remembered(settings: Mapping[str, Any]) -> Scorer | None:
-    """What the `scorer` of a Remote says of its probe now: a server that comes back is verified when the weights of the
+    """What the `scorer` of a RemoteGenerator says of its probe now: a server that comes back is verified when the weights of the
     trainer may have moved on."""
     if settings.get("scorer") is None:
         return None
@@ -130,7 +130,7 @@ def judge(now: Scores, before: Scores | None, dtype: str) -> str:
 # Weights from a trainer to the workers of a server over a collective of torch.distributed: gloo, nccl or hccl.
 #
 #     store = listen(); told = {"address": ..., "port": store.port, ...}      # the trainer, rank 0
-#     group = Group("gloo", store, rank=0, size=1 + workers, timeout=60.0)    # every rank at the same time
+#     group = TransferGroup("gloo", store, rank=0, size=1 + workers, timeout=60.0)    # every rank at the same time
 #     group.send(weights); group.receive(told)
 #
 # The group stands beside the process's own one: a trainer of several ranks and a worker of vLLM have one each. This
@@ -172,7 +172,7 @@ def raw(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-class Group:
+class TransferGroup:
     """A process group of its own. Whoever is late or gone is an error after `timeout` seconds, not a wait for ever."""
 
     def __init__(

@@ -33,7 +33,7 @@ from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.logprobs import Drawn, Float32Readout, Readout, head_logprobs
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
-from ascendchat.remote.rollouts import Sizes, check_addresses, open_rollouts
+from ascendchat.remote.rollouts import ServerSizes, check_addresses, open_rollouts
 from ascendchat.rl.grpo import PRESETS, length_penalty
 from ascendchat.rl.invariant import InvariantTrainModel, batch_invariant
 from ascendchat.rl.questions import QuestionFile, load_questions
@@ -134,10 +134,10 @@ def generator_of(
             f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there['seq_len']}, and what its "
             "short windows see would differ; leave it out, or generate in this process (--rollouts local)"
         )
-    sizes, place = Sizes(slots * here.world.size, shape.seq_len), folder / "rollouts"
+    sizes, place = ServerSizes(slots * here.world.size, shape.seq_len), folder / "rollouts"
     more: dict[str, Any] = {"folder": place, "sizes": sizes, "scorer": scorer_of(begin.learner)}
-    with open_rollouts(config, begin.tokenizer, origin.folder, here.say, here=here, **more) as fleet:
-        yield fleet
+    with open_rollouts(config, begin.tokenizer, origin.folder, here.say, here=here, **more) as pool:
+        yield pool
 
 
 def source_of(config: RlConfig, rollout: Rollout, steps: int) -> SyncRolloutSource:
