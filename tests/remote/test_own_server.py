@@ -175,5 +175,5 @@ def test_a_server_that_dies_while_it_is_connected_to_is_waited_for(monkeypatch: 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         opened = fleet.ReplicaPool([], say=lambda text: None)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        assert opened._first(url, time.monotonic() + 60) is found
+        assert opened._connect_first(url, time.monotonic() + 60) is found
         opened.close()
