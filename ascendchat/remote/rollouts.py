@@ -1,7 +1,7 @@
-"""Where the answers of `ascendchat rl` come from when not from the trainer's own process.
+"""Servers for the rollouts of `ascendchat rl`: those of the user, or started by the trainer.
 
     with open_rollouts(config, tokenizer, origin.folder, here.say, here=here, ...) as generator:
-        ...                                            # a Fleet, on every rank
+        ...                                            # a ReplicaPool, on every rank
 
 `--rollouts URL,URL`: servers that somebody else has started, ours or vLLM's. `--rollout-devices N`: rank 0 starts one
 of ours, `ascendchat serve --weight-updates`, on the N devices behind those of the trainer (on a CPU: N processes). It
@@ -34,7 +34,7 @@ from ascendchat.errors import UserError, of_rank
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.processes import free_port
-from ascendchat.remote.fleet import Fleet
+from ascendchat.remote.fleet import ReplicaPool
 from ascendchat.remote.vllm_server import first_key
 from ascendchat.remote.weights import Scorer
 
@@ -47,7 +47,7 @@ HANDED_OVER = 0.9  # of --rollout-timeout, after which a server gives what it ha
 
 
 def check_addresses(given: Sequence[str]) -> None:
-    """Refuse what can be no server, before anybody waits for it."""
+    """Refuse what cannot be the address of a server, before waiting for it."""
     for text in given:
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
@@ -62,8 +62,8 @@ def check_addresses(given: Sequence[str]) -> None:
             raise UserError(f"--rollouts names {text} twice")
 
 
-class Sizes(NamedTuple):
-    """What the servers must have room for."""
+class ServerSizes(NamedTuple):
+    """The room that the servers must have."""
 
     slots: int  # answers at the same time, over all devices
     context: int  # tokens of prompt and answer
@@ -185,9 +185,9 @@ def open_rollouts(
     *,
     here: Context,
     folder: Path,
-    sizes: Sizes,
+    sizes: ServerSizes,
     scorer: Scorer | None = None,
-) -> Iterator[Fleet]:
+) -> Iterator[ReplicaPool]:
     """The servers, on every rank; rank 0 starts them and sends them weights. `weights_folder`: a checkpoint, the first.
     `folder`: for logs, key and weights. `scorer`: the trainer's, by which a vLLM is verified whose checksums do not say
     it all."""
@@ -195,7 +195,7 @@ def open_rollouts(
         urls, key = list(config.rollouts), first_key(config.rollout_key_file, os.environ, "--rollout-key-file")
         if config.rollouts == ("local",):
             urls, key = started(config, weights_folder, say, here, folder, sizes, stack)
-        fleet = Fleet.open(
+        pool = ReplicaPool.open(
             urls,
             api_key=key,
             tokenizer=tokenizer,
@@ -206,19 +206,19 @@ def open_rollouts(
             say=say,
             scorer=scorer,
         )
-        with fleet:
-            say_late(fleet, config.rollout_timeout, say)
-            if fleet.context < sizes.context:
+        with pool:
+            say_late(pool, config.rollout_timeout, say)
+            if pool.context < sizes.context:
                 raise UserError(
-                    f"the servers for rollouts have a context of {fleet.context} tokens and the rows of training "
+                    f"the servers for rollouts have a context of {pool.context} tokens and the rows of training "
                     f"{sizes.context}; start them with a longer one, or train with a smaller --max-seq-len"
                 )
-            yield fleet
+            yield pool
 
 
-def say_late(fleet: Fleet, timeout: float, say: Callable[[str], None]) -> None:
-    """Name servers that would hand over what they have written when nobody waits for it any more."""
-    for url, remote in [(member.url, member.remote) for member in fleet.members]:
+def say_late(pool: ReplicaPool, timeout: float, say: Callable[[str], None]) -> None:
+    """Warn of servers whose --request-timeout is longer than --rollout-timeout: what they wrote by then is lost."""
+    for url, remote in [(replica.url, replica.remote) for replica in pool.replicas]:
         limit = remote.server.request_timeout if remote else 0.0
         if limit >= timeout:
             say(
@@ -233,10 +233,10 @@ def started(
     say: Callable[[str], None],
     here: Context,
     folder: Path,
-    sizes: Sizes,
+    sizes: ServerSizes,
     stack: contextlib.ExitStack,
 ) -> tuple[list[str], str]:
-    """Addresses and key of servers of our own; what rank 0 cannot start is a UserError on every rank."""
+    """Start our own servers on rank 0; their addresses and key on every rank, or the error."""
     found: tuple[list[str], str] = [], ""
     own: Exception | None = None
     if here.main:
@@ -276,7 +276,7 @@ def private_key(path: Path) -> str:
 
 
 def commands_of(
-    config: RlConfig, weights_folder: Path, here: Context, key: Path, sizes: Sizes
+    config: RlConfig, weights_folder: Path, here: Context, key: Path, sizes: ServerSizes
 ) -> list[tuple[list[str], dict[str, str]]]:
     """Command and environment of each server: one of ours for all devices, or one vLLM for as many as share a model."""
     world, device = here.world, here.device
@@ -305,7 +305,7 @@ def commands_of(
     return commands
 
 
-def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Path, sizes: Sizes) -> list[str]:
+def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Path, sizes: ServerSizes) -> list[str]:
     """`ascendchat serve` for one trainer: nobody else asks, and it may ask for as much as it likes."""
     settings = {
         "checkpoint": weights_folder,
@@ -329,7 +329,7 @@ def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Pa
 
 
 def vllm_command(
-    settings: Mapping[str, Any], weights_folder: Path, here: Context, key: Path, sizes: Sizes
+    settings: Mapping[str, Any], weights_folder: Path, here: Context, key: Path, sizes: ServerSizes
 ) -> list[str]:
     """`ascendchat rollout-server`, which finds vLLM and checks that it fits."""
     if not (weights_folder / "config.json").is_file():
