@@ -23,11 +23,11 @@ NO_PROBABILITY = -9999.0  # what vLLM writes for minus infinity
 
 
 class Unusable(Exception):
-    """An answer that nobody may learn from; the text says why."""
+    """An answer that a trainer must not learn from; the text says why."""
 
 
 def stops_of(request: Request, tokenizer: Tokenizer | None) -> tuple[int, ...] | None:
-    """The tokens that end an answer; None: those of the server."""
+    """The tokens that end an answer; None: the server chooses them."""
     named = request.sampling.stop_tokens
     if named is not None or tokenizer is None:
         return named
@@ -35,7 +35,7 @@ def stops_of(request: Request, tokenizer: Tokenizer | None) -> tuple[int, ...] |
 
 
 def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | None, ours: bool) -> dict[str, Any]:
-    """The request in OpenAI's and vLLM's words; what cannot be said in them is a ValueError."""
+    """The request as JSON of OpenAI's API with vLLM's fields; a ValueError if it cannot be expressed so."""
     sampling, room = request.sampling, context - len(request.prompt)
     if not request.prompt:
         raise ValueError("a prompt needs at least one token")
@@ -87,17 +87,16 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
 
 
 class PartialAnswer:
-    """One answer as its parts come: events of a stream, or all at once, or in several pieces where the server was
-    interrupted."""
+    """Builds one Completion from events of a stream, a whole answer, or several parts of an interrupted one."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, ours: bool, version: int = 0) -> None:
         self.request, self.version, self.tokenizer, self.ours = request, version, tokenizer, ours
         self.completion = Completion(version=version, finish_reason="cancelled")
         self._stops = frozenset(stops_of(request, tokenizer) or ())
-        self._listen()
+        self._restart()
 
-    def _listen(self) -> None:
-        """What follows the tokens from their first on."""
+    def _restart(self) -> None:
+        """Start detokenizing and the search for calculator results at the first token."""
         text, sampling = self.tokenizer, self.request.sampling
         self._text = TextStream(text, sampling.stop) if text else None
         self._forced = ForcedTokens(text) if text and self.ours and sampling.tools else None
@@ -105,12 +104,12 @@ class PartialAnswer:
     # ---- interruptions -------------------------------------------------------------------------
 
     def begin(self, version: int) -> None:
-        """The next tokens are asked for now, of these weights."""
+        """The next tokens are requested now, of these weights."""
         self.version = version
 
     @property
     def finished(self) -> bool:
-        """Whether it came to an end of its own; a fragment did not."""
+        """True if the model ended it or its tokens are used up; a fragment is not finished."""
         return self.completion.finish_reason != "cancelled"
 
     def continue_answer(self, context: int) -> Request | None:
@@ -144,7 +143,7 @@ class PartialAnswer:
         answer = self.completion
         for column in (answer.ids, answer.logprobs, answer.forced, answer.versions, answer.tops):
             del column[length:]  # type: ignore[attr-defined]
-        self._listen()
+        self._restart()
         if self._forced is not None:
             self._forced.feed(answer.ids)
         if self._text is not None:
@@ -153,13 +152,13 @@ class PartialAnswer:
     # ---- what comes ----------------------------------------------------------------------------
 
     def take(self, event: dict[str, Any], whole: bool = False) -> list[Piece]:
-        """What an event adds. A `whole` one is looked through first: Unusable, and nothing is added."""
+        """Add an event; the new pieces. A `whole` answer is checked first: if it is Unusable, nothing is added."""
         choices = event.get("choices") or ()
         if whole:
             if not choices:
                 raise Unusable("an answer without a choice")
             for choice in choices:
-                self._examine(choice)
+                self._check(choice)
         usage, answer = event.get("usage") or {}, self.completion
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or answer.cached_tokens
         pieces: list[Piece] = []
@@ -167,8 +166,8 @@ class PartialAnswer:
             pieces += self._choice(choice)
         return pieces
 
-    def _examine(self, choice: dict[str, Any]) -> None:
-        """Whether a trainer can use it."""
+    def _check(self, choice: dict[str, Any]) -> None:
+        """Raise Unusable for a choice that a trainer cannot learn from."""
         ids, named = tokens_of(choice), (choice.get("logprobs") or {}).get("tokens") or []
         if choice.get("text") and not ids:
             raise Unusable("text without token ids")
@@ -218,7 +217,7 @@ class PartialAnswer:
         return [Piece("text", text)] if text else []
 
     def _until_stopped(self, ids: list[int]) -> list[int]:
-        """A server that was asked in the middle of an answer cannot see a stop text that began before."""
+        """Cut new tokens at a stop text: a server that continues an answer cannot see one that began before."""
         assert self._text is not None
         trial = TextStream(self.tokenizer, self.request.sampling.stop)  # type: ignore[arg-type]
         trial.feed_all(self.completion.ids)
@@ -230,7 +229,7 @@ class PartialAnswer:
         return ids
 
     def close(self) -> list[Piece]:
-        """The end, or no more of it will come: then its reason stays "cancelled"."""
+        """End the text; the last pieces. An unfinished answer keeps the reason "cancelled"."""
         if self._text is None:
             return []
         pieces = self._text.close()
@@ -239,7 +238,7 @@ class PartialAnswer:
 
 
 class ForcedTokens:
-    """Which tokens the server's calculator has put there: the result behind a call that is not empty."""
+    """Finds the tokens that the server's calculator forced: the result behind a call that is not empty."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = tokenizer.specials
@@ -251,10 +250,11 @@ class ForcedTokens:
 
     @property
     def midway(self) -> bool:
-        """Within a call, or before the end of its result."""
+        """True within a call, or before the end of its result."""
         return self._length >= 0 or self._called or self._inside
 
     def feed(self, ids: list[int]) -> list[bool]:
+        """For each of the next tokens: was it forced?"""
         return [self._one(token) for token in ids]
 
     def _one(self, token: int) -> bool:
@@ -281,7 +281,7 @@ def tokens_of(choice: dict[str, Any]) -> list[int]:
 
 
 def last_index(ids: Sequence[int], token: int) -> int:
-    """Where a token stands last."""
+    """The last index of a token."""
     return len(ids) - 1 - ids[::-1].index(token)
 
 

@@ -1,4 +1,4 @@
-"""Requests to one server over HTTP: attempts, deadlines, and what an answer other than 200 means. client.py uses it.
+"""Requests to one server over HTTP: retries, deadlines, errors. client.py uses it.
 
     http = HTTPClient(url, api_key="", concurrency=256, timeout=900.0, patience=120.0)
     await http.ask("POST", "/v1/completions", json=body)             # one attempt
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Retry(Exception):
-    """This attempt failed, and another may not: `after` so many seconds, if the server has said."""
+    """An attempt failed, and another may succeed: `after` so many seconds, if the server has said."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(reason)
@@ -36,7 +36,7 @@ class Retry(Exception):
 
 
 class NoAnswer(UserError):
-    """The server was not there, or busy, for as long as it was asked."""
+    """The server was missing or busy for as long as it was retried."""
 
 
 class NoRoute(UserError):
@@ -44,7 +44,7 @@ class NoRoute(UserError):
 
 
 class HTTPClient:
-    """The connections to one server; answers and commands have their own, so that a /resume is never queued behind
+    """The connections to one server. Answers and commands have separate ones, so that a /resume is never queued behind
     answers that wait for it."""
 
     def __init__(self, url: str, api_key: str, concurrency: int, timeout: float, patience: float) -> None:
@@ -62,7 +62,7 @@ class HTTPClient:
         self.host, self.port = where.host, where.port or (443 if where.scheme == "https" else 80)
 
     async def ask(self, method: str, path: str, **content: Any) -> Any:
-        """One attempt at an answer."""
+        """One attempt at a request for an answer."""
         return content_of(await self._answers.request(method, path, **content))
 
     async def command(self, method: str, path: str, seconds: float = 30.0, **content: Any) -> Any:
@@ -74,14 +74,14 @@ class HTTPClient:
         return content_of(response)
 
     async def probe(self, path: str) -> Any:
-        """What a route says, or None where the server has none; its other troubles are those of an attempt."""
+        """GET a route; None where the server does not have it. Other errors are those of an attempt."""
         try:
             return await self.command("GET", path)
         except NoRoute:
             return None
 
     async def text(self, path: str) -> str:
-        """What a route says that does not speak JSON; nothing where there is none."""
+        """GET a route that does not speak JSON; "" where there is none."""
         response = await asyncio.wait_for(self._commands.get(path), 35.0)
         return response.text if response.status_code == 200 else ""
 
@@ -104,7 +104,7 @@ class HTTPClient:
         may: Callable[[], bool] = lambda: True,
         patience: float | None = None,
     ) -> Result:
-        """What `once` returns, after as many attempts as `patience` allows. `may`: whether it can be repeated."""
+        """Call `once` until it succeeds, with growing pauses, for `patience` seconds and while it `may` be repeated."""
         end = time.monotonic() + (self.patience if patience is None else patience)
         for attempt in itertools.count():
             after: float | None = None
@@ -128,19 +128,19 @@ class HTTPClient:
         await self._commands.aclose()
 
 
-UNREACHABLE = (Retry, httpx.TransportError, asyncio.TimeoutError)  # the server is not there, or cannot answer now
-ATTEMPT_ERRORS = (*UNREACHABLE, UserError, ValueError)  # what one attempt may end in
+UNREACHABLE = (Retry, httpx.TransportError, asyncio.TimeoutError)  # the server is missing, or cannot answer now
+ATTEMPT_ERRORS = (*UNREACHABLE, UserError, ValueError)  # that one attempt may raise
 
 
 def content_of(response: httpx.Response) -> Any:
-    """The content of an answer: JSON, or nothing."""
+    """The JSON of a response, or None if it is empty."""
     if response.status_code != 200:
         raise error_of(response)
     return response.json() if response.content else None
 
 
 def error_of(response: httpx.Response) -> Exception:
-    """What an answer other than 200 means: try again, a wrong request (ValueError), or a wrong server or key."""
+    """The error of a response other than 200: Retry, ValueError (wrong request) or UserError (wrong server or key)."""
     status, host = response.status_code, response.request.url.host
     try:
         message = message_in(response.json())
@@ -160,6 +160,6 @@ def error_of(response: httpx.Response) -> Exception:
 
 
 def message_in(content: dict[str, Any]) -> str:
-    """Of OpenAI's envelope, of FastAPI's, or of vLLM's development routes."""
+    """The message in an error of OpenAI's form, FastAPI's, or vLLM's development routes."""
     error = content.get("error") or content.get("detail") or ""
     return str(error.get("message", "") if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""Where the answers of `ascendchat rl` come from when not from the trainer's own process.
+"""Servers for the rollouts of `ascendchat rl`: those of the user, or started by the trainer.
 
     with open_rollouts(config, tokenizer, origin.folder, here.say, here=here, ...) as generator:
         ...                                            # a ReplicaPool, on every rank
@@ -47,7 +47,7 @@ HANDED_OVER = 0.9  # of --rollout-timeout, after which a server gives what it ha
 
 
 def check_addresses(given: Sequence[str]) -> None:
-    """Refuse what can be no server, before anybody waits for it."""
+    """Refuse what cannot be the address of a server, before waiting for it."""
     for text in given:
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
@@ -63,7 +63,7 @@ def check_addresses(given: Sequence[str]) -> None:
 
 
 class ServerSizes(NamedTuple):
-    """What the servers must have room for."""
+    """The room that the servers must have."""
 
     slots: int  # answers at the same time, over all devices
     context: int  # tokens of prompt and answer
@@ -217,7 +217,7 @@ def open_rollouts(
 
 
 def say_late(pool: ReplicaPool, timeout: float, say: Callable[[str], None]) -> None:
-    """Name servers that would hand over what they have written when nobody waits for it any more."""
+    """Warn of servers whose --request-timeout is longer than --rollout-timeout: what they wrote by then is lost."""
     for url, remote in [(replica.url, replica.remote) for replica in pool.replicas]:
         limit = remote.server.request_timeout if remote else 0.0
         if limit >= timeout:
@@ -236,7 +236,7 @@ def started(
     sizes: ServerSizes,
     stack: contextlib.ExitStack,
 ) -> tuple[list[str], str]:
-    """Addresses and key of servers of our own; what rank 0 cannot start is a UserError on every rank."""
+    """Start our own servers on rank 0; their addresses and key on every rank, or the error."""
     found: tuple[list[str], str] = [], ""
     own: Exception | None = None
     if here.main:

@@ -1,4 +1,4 @@
-"""How a server is paused, takes weights and proves that it has them: one of ours; vllm.py has those of vLLM.
+"""Servers as the client sees them: pause, weight updates, verification. Ours is here, vllm.py has vLLM's.
 
     server = await vllm.find_out(http, folder)      # OurServer, VllmServer, or Server: one that only answers
     await server.pause("keep"); await server.push(weights, 7); await server.resume()
@@ -35,7 +35,7 @@ async def checksum_in(weights: Weights, dtypes: dict[str, str]) -> str:
 
 
 class Server:
-    """What a server said of itself when it was connected to; this one takes no weights."""
+    """A server with OpenAI's API, as it described itself; this one takes no weights."""
 
     ours = False
 
@@ -54,8 +54,8 @@ class Server:
 
     @property
     def holds_requests(self) -> bool:
-        """Whether the client must hold its own requests back while weights change: a server that does not say which
-        weights wrote which token. One of ours does."""
+        """True if the client must hold its requests back while weights change, since the server does not say which
+        weights wrote which token. Ours does."""
         return not self.ours
 
     async def pause(self, mode: PauseMode) -> None:
@@ -78,7 +78,7 @@ class Server:
         return UserError(f"{self.http.url} has other weights than it was sent: {details}")
 
     async def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
+        """True if somebody has paused it."""
         try:
             return bool(((await self.http.probe("/is_paused")) or {}).get("is_paused"))
         except (httpx.TransportError, asyncio.TimeoutError):

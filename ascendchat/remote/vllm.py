@@ -1,4 +1,4 @@
-"""A vLLM server: what its version can do, and how it takes weights. Nothing here imports vllm.
+"""A vLLM server: abilities of its version, and weight updates. Nothing here imports vllm.
 
     server = await find_out(http, folder="")            # which server answers there; client.py has it
     await server.pause("abort"); await server.push(weights, 7); await server.resume(); await server.verify(...)
@@ -57,7 +57,7 @@ async def find_out(http: HTTPClient, folder: str) -> Server:
     if version is None:
         return Server(http, card)
     server = VllmServer(http, card, version, folder)
-    await http.retry(server.look_around)
+    await http.retry(server.find_routes)
     return server
 
 
@@ -89,8 +89,8 @@ class VllmServer(Server):
     def name(self) -> str:
         return f"vLLM {'.'.join(map(str, self.version))}"
 
-    async def look_around(self) -> None:
-        """Which routes there are."""
+    async def find_routes(self) -> None:
+        """Find out which routes it has."""
         probe = self.http.probe
         self.controlled = self.version >= OLDEST and await probe("/is_paused") is not None
         if not self.controlled:
@@ -234,15 +234,15 @@ class VllmServer(Server):
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
 
-    # ---- whether it has them -------------------------------------------------------------------
+    # ---- verification ---------------------------------------------------------------------------
 
     async def birth(self) -> str:
-        """When it was started, as its metrics say."""
+        """The time of its start, from its metrics; "" if unknown."""
         found = re.search(r"^process_start_time_seconds (\S+)$", await self.http.text("/metrics"), flags=re.M)
         return found[1] if found else ""
 
-    async def has_forgotten(self) -> bool:
-        """Whether it was started anew since the last sync, and has the weights of its start again."""
+    async def was_restarted(self) -> bool:
+        """True if it was restarted since the last sync, and so has its first weights again."""
         if self._born and await self.birth() != self._born:
             self._group = None  # its other end is gone
             return True
@@ -264,7 +264,7 @@ class VllmServer(Server):
         self._before = now
 
     async def _checksums_prove(self, weights: dict[str, torch.Tensor]) -> bool:
-        """Whether the server has checksums of all its weights, all right; a wrong one is an error."""
+        """True if it has checksums of all its weights and all are right; a wrong one is an error."""
         if not self.checks:
             return False
         try:
@@ -286,8 +286,8 @@ class VllmServer(Server):
         return [float(row[str(token)]["logprob"]) for row, token in zip(rows, tokens[1:])]
 
     async def reports_processed(self) -> bool:
-        """Whether its log-probabilities are those of the distribution that tokens are drawn from: the likeliest token
-        of one prompt is asked for at two temperatures."""
+        """True if its log-probabilities are those of the distribution that it samples from: the log-probability of the
+        likeliest token then depends on the temperature."""
         if self.processed is None:
             found = []
             body = {

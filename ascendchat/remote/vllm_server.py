@@ -255,7 +255,7 @@ def serve(plan: _ServerPlan, longest_start: float) -> int:
 
 
 def wait_ready(server: subprocess.Popen[bytes], url: str, until: float) -> bool:
-    """Whether /health says 200 before the server ends or the time is over."""
+    """Wait until /health says 200; False if the server ends or the time is over."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     while server.poll() is None and time.monotonic() < until:
         link = http.client.HTTPConnection(host, int(port), timeout=10)
@@ -294,7 +294,7 @@ ROWS = {"0.18": _Row((2, 9), (8, 5)), "0.23": _Row((2, 10), (9, 0))}
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user wants of vLLM, as far as it depends on the device."""
+    """The settings of the user that depend on the device."""
 
     device: str
     weight_transfer: str = "auto"
@@ -305,7 +305,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Installed:
-    """What is there. `versions`: by package; empty when nobody knows. `bf16`: False where the chip has none."""
+    """The environment. `versions`: by package, empty where unknown. `bf16`: False where the chip has none."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     cann: str = ""
@@ -319,7 +319,7 @@ def found_device(environ: Mapping[str, str]) -> str:
 
 
 def installed(device: str, versions: Mapping[str, str], environ: Mapping[str, str]) -> Installed:
-    """What is there, with the CANN that is loaded and what the chip can do."""
+    """Read the environment: packages, the CANN that is loaded, abilities of the chip."""
     home = environ.get("ASCEND_HOME_PATH") or environ.get("ASCEND_TOOLKIT_HOME") or ""
     tool, bf16 = KINDS[device].tool, True
     if tool and smi.locate(tool):
@@ -413,7 +413,7 @@ def first_problem(asked: Asked, there: Installed, environ: Mapping[str, str]) ->
 
 
 def transfers(asked: Asked, there: Installed) -> bool:
-    """Whether this vLLM has weight transfer of its own on this device."""
+    """True if this vLLM has weight transfer of its own on this device."""
     if asked.device == "cpu" or not there.versions:
         return False
     plugin = there.versions.get("vllm-ascend" if asked.device == "npu" else "vllm", "")
@@ -421,7 +421,7 @@ def transfers(asked: Asked, there: Installed) -> bool:
 
 
 def variables(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
-    """What is added to the environment; what the user has set stays."""
+    """Variables to add to the environment; those that the user has set stay."""
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if asked.device == "npu":
         wanted |= {name: value for name, value in NPU_GENERATING.items() if name not in ALLOCATORS}
@@ -430,7 +430,7 @@ def variables(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def warnings(asked: Asked, there: Installed, environ: Mapping[str, str]) -> list[str]:
-    """What costs something or could not be checked."""
+    """Notices: settings that cost speed, and versions that could not be checked."""
     found = [setting.sentence() for setting in harmful_settings(environ)] if asked.device == "npu" else []
     if not there.versions:
         found.append("the version of this vLLM is not known, so nothing was checked; name its Python: --python")

@@ -1,4 +1,4 @@
-"""What RL has generated and not trained yet, as tensors of a checkpoint: finished groups, packed rows of a batch.
+"""Rollouts that are not trained yet, as tensors of a checkpoint: finished groups, packed rows of a batch.
 
     tensors = to_tensors(slots, shares)                  # of this rank; Writer.save puts them into a file
     slots, shares = from_tensors(saved.extras(), ask)    # of all ranks, of however many there were
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ascendchat.engine.request import Completion
-from ascendchat.rl.rollout import Group, Question, TokenRows
+from ascendchat.rl.rollout import AnswerGroup, TaskQuestion, TokenRows
 from ascendchat.rl.schedule import PromptSlot
 
 COLUMNS = {"ids": np.int64, "logprobs": np.float64, "forced": np.uint8, "versions": np.int64}  # one value per token
@@ -75,9 +75,9 @@ def _column(answer: Completion, name: str, kind: Any) -> np.ndarray:
 
 
 def from_tensors(
-    files: Iterable[Mapping[str, Tensor]], ask: Callable[[int], Question]
+    files: Iterable[Mapping[str, Tensor]], ask: Callable[[int], TaskQuestion]
 ) -> tuple[list[PromptSlot], list[dict[int, UpdateShare]]]:
-    """The slots of all ranks, and the shares of each rank. `ask`: Questions.ask."""
+    """The slots of all ranks, and the shares of each rank. `ask`: QuestionMixture.ask."""
     slots, shares = [], []
     for tensors in files:
         about = json.loads(bytes(tensors["about"].numpy()))
@@ -93,7 +93,7 @@ def from_tensors(
             slot = PromptSlot(entry["number"], entry["round"], first=first, rejected=entry["rejected"])
             if group := entry.get("group"):
                 question = replace(ask(group["question"]), prompt=group["prompt"])
-                slot.group = Group(question, answers, **{name: group[name] for name in OF_GROUP}, first=first)
+                slot.group = AnswerGroup(question, answers, **{name: group[name] for name in OF_GROUP}, first=first)
             slots.append(slot)
         share = {}
         for part in about["parts"]:

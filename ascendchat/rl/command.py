@@ -38,7 +38,7 @@ from ascendchat.rl.grpo import PRESETS, length_penalty
 from ascendchat.rl.invariant import InvariantTrainModel, batch_invariant
 from ascendchat.rl.questions import QuestionFile, load_questions
 from ascendchat.rl.rewards import Judge
-from ascendchat.rl.rollout import Questions, Rollout
+from ascendchat.rl.rollout import QuestionMixture, Rollout
 from ascendchat.rl.schedule import RolloutSchedule
 from ascendchat.rl.source import AsyncRolloutSource, SyncRolloutSource
 from ascendchat.rl.stage import PolicyLoss, RlStage, method_of
@@ -53,9 +53,9 @@ from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.start import Beginning, begin_with_ours, begin_with_theirs, only_weights
 
-MAX_SLOTS = 256
-BUSY_TOKENS = 1 << 15  # of a micro-batch: more make no device faster
-LOOKED_AT = 256  # questions, for their length
+MAX_SLOTS = 256  # of the engine
+BUSY_TOKENS = 1 << 15  # in a micro-batch: more make no device faster
+MAX_MEASURED = 256  # questions whose length is looked at
 # Two-step problems, and what is nearest to them: with them alone, answers to one-step problems fell from 99 to 41 %.
 NEAREST = tuple(f"toy_{topic}_{language}=0.1" for topic in ("problem", "arithmetic") for language in LANGUAGES)
 TOY_QUESTIONS = ("toy_problems=0.6", *NEAREST)
@@ -63,7 +63,7 @@ NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size", "datase
 
 
 def default_questions(learnt_from: Sequence[str]) -> tuple[str, ...]:
-    """Where no --data is given."""
+    """The questions where no --data is given: `learnt_from` names the data of SFT."""
     toy = {Path(parse_entry(entry).name).name for entry in learnt_from} == {"toyworld"}
     return TOY_QUESTIONS if toy else ("gsm8k",)
 
@@ -87,7 +87,7 @@ def run(config: RlConfig) -> int:
         room = prompt_room(shape.seq_len, config.max_new_tokens)
         if config.max_new_tokens >= shape.seq_len:  # an answer ends with its row, and lengths are measured by that
             config = replace(config, max_new_tokens=shape.seq_len - 1)
-        questions = Questions(data, tokenizer, config.seed, room, config.source)
+        questions = QuestionMixture(data, tokenizer, config.seed, room, config.source)
         check_answers(questions, config, here)
         learner = batch_invariant(learner) if config.batch_invariant else learner
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
@@ -116,7 +116,7 @@ def run(config: RlConfig) -> int:
 def generator_of(
     config: RlConfig, engine: Callable[[], Engine], slots: int, begin: Beginning[RlConfig], folder: Path, here: Context
 ) -> Iterator[Generator]:
-    """What answers the questions: an engine around the weights that are trained, or servers."""
+    """The generator of rollouts: an engine around the weights that are trained, or servers."""
     shape, origin = begin.learner.model.shape, begin.origin
     named = config.rollouts != ("local",)
     if not named and not config.rollout_devices and not config.inference_engine:
@@ -159,8 +159,10 @@ def source_of(config: RlConfig, rollout: Rollout, steps: int) -> SyncRolloutSour
     return (SyncRolloutSource if config.rhythm == "sync" else AsyncRolloutSource)(rollout, schedule)
 
 
-def rollout_of(config: RlConfig, questions: Questions, generator: Generator, here: Context, context: int) -> Rollout:
-    """How answers are asked for and judged. `context`: tokens of a row."""
+def rollout_of(
+    config: RlConfig, questions: QuestionMixture, generator: Generator, here: Context, context: int
+) -> Rollout:
+    """Build the rollout: sampling, judge, workflow. `context`: tokens of a row."""
     most, share = config.max_new_tokens, PRESETS[config.preset].soft_length
 
     def shaped(reward: float, answer: Completion) -> float:
@@ -187,8 +189,8 @@ def rollout_of(config: RlConfig, questions: Questions, generator: Generator, her
     return rollout
 
 
-def check_answers(questions: Questions, config: RlConfig, here: Context) -> None:
-    """Say what was left out of the questions, or is too long; they need answers, or something else that judges."""
+def check_answers(questions: QuestionMixture, config: RlConfig, here: Context) -> None:
+    """Refuse questions without answers or a reward; say which rows were left out or are too long."""
     for task in questions.tasks:
         for notice in task.notices:
             here.say(notice)
@@ -197,7 +199,7 @@ def check_answers(questions: Questions, config: RlConfig, here: Context) -> None
                 f"the questions of {task.name} have no answers that can be compared; give them a column answer (text, "
                 "a number, or a list of these: each is right) or test, or name --reward"
             )
-    seen = min(LOOKED_AT, questions.per_epoch)
+    seen = min(MAX_MEASURED, questions.per_epoch)
     if cut := questions.cut(seen):
         here.say(
             f"{cut} of the first {seen} questions have more than the {questions.room} tokens that --max-new-tokens "
@@ -206,13 +208,13 @@ def check_answers(questions: Questions, config: RlConfig, here: Context) -> None
 
 
 def examinations(data: Sequence[str], source: str) -> list[Task]:
-    """The questions to be examined with, of those that have answers."""
+    """The evaluation tasks: those questions that have answers."""
     found = [examination(parse_entry(entry).name, source) for entry in data]
     return [task for task in found if not isinstance(task, QuestionFile) or task.checkable]
 
 
 def examination(name: str, source: str) -> Task:
-    """The questions to be examined with: those kept for validation, else those of the test."""
+    """One evaluation task: its validation questions, else those of the test."""
     try:
         return load_questions(name, "val", source)
     except UserError:  # it has no such split
@@ -220,13 +222,13 @@ def examination(name: str, source: str) -> Task:
 
 
 def batch_rows(answers: int) -> int:
-    """Rows that the answers of a step may fill, as a power of two: the size of the learning rates follows from it."""
+    """Rows that the answers of a step may fill, as a power of two; learning rates are scaled by it."""
     return 1 << max(0, (answers // 4).bit_length())
 
 
 def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: int, slots: int) -> Split:
-    """Micro-batches beside the engine's caches. The last one of a step is filled up with padding, and nobody knows how
-    many rows the answers will fill: so they are no larger than keeps a device busy."""
+    """Size of micro-batches that fit beside the engine's caches. The last one of a step is filled up with padding, so
+    they are no larger than it takes to keep a device busy."""
     own, chip = isinstance(shape, Shape), here.device.chip
     counted = shape if isinstance(shape, Shape) else shape.counted
     beside = sum(caches(counted, chip, slots, shape.seq_len).values()) + (policy_logits(chip) if own else 0)
@@ -238,13 +240,13 @@ def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: i
 
 
 def readout_of(learner: TrainModel) -> Readout:
-    """How generator and trainer make logits: in float32, whatever the model's dtype."""
+    """The head of generator and trainer: logits in float32, whatever the model's dtype."""
     kind = InvariantReadout if isinstance(learner, InvariantTrainModel) else Float32Readout
     return kind(learner.model.head.dtype, learner.place)
 
 
 def scorer_of(learner: TrainModel) -> Callable[[list[int]], list[float]]:
-    """Log-probabilities of all tokens but the first, by the weights as they are."""
+    """A function that gives log-probabilities of all tokens but the first, by the weights now."""
     model = learner.model
     drawn = Drawn(model.shape.vocab, softcap=model.softcap, readout=readout_of(learner))
 
@@ -261,7 +263,7 @@ def scorer_of(learner: TrainModel) -> Callable[[list[int]], list[float]]:
 
 
 def reference_of(config: RlConfig, learner: TrainModel, origin: Checkpoint) -> TrainModel | None:
-    """The model as the run found it, if a KL to it is asked for."""
+    """A frozen copy of the initial model, if --kl asks for one."""
     if not config.kl:
         return None
     model = deepcopy(learner.model).requires_grad_(False)

@@ -27,7 +27,7 @@ class InvariantTrainModel(TrainModel):
 
 
 def batch_invariant(learner: TrainModel) -> InvariantTrainModel:
-    """The same model with other operators."""
+    """Give the model operators whose sums do not depend on the batch."""
     kernel, model, device = InvariantAttention(), learner.model, learner.device
     reason = kernel.refusal(device.type, device.dtype, model.shape.head_dim)
     if not isinstance(model, GPT):

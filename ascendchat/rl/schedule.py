@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ascendchat.rl.rollout import RESAMPLED, Group
+from ascendchat.rl.rollout import RESAMPLED, AnswerGroup
 
 
 @dataclass
@@ -28,7 +28,7 @@ class PromptSlot:
 
     number: int  # counted over the run
     attempt: int = 0  # times that its question was resampled
-    group: Group | None = None  # the end: one with different rewards, or the last that was tried
+    group: AnswerGroup | None = None  # the end: one with different rewards, or the last that was tried
     taken: bool = False  # by the trainer
     first: tuple[int, int] | None = None  # `solved` of the group of attempt 0, if that was replaced
     rejected: int = 0  # episodes of the groups that were replaced
@@ -71,7 +71,7 @@ class RolloutSchedule:
         batch, column = divmod(slot.number, self.per_batch)
         return RESAMPLED + (batch * self.refill + slot.attempt - 1) * self.per_batch + column
 
-    def finish(self, slot: PromptSlot, group: Group) -> None:
+    def finish(self, slot: PromptSlot, group: AnswerGroup) -> None:
         """Fill the slot, or resample its question if all rewards are equal (dynamic sampling, `refill` times)."""
         assert slot.group is None, f"slot {slot.number} was finished twice"
         if group.differ or slot.attempt >= self.refill:
@@ -97,7 +97,7 @@ class RolloutSchedule:
         return slots
 
     def is_taken(self, batch: int) -> bool:
-        """Whether all of a batch was taken."""
+        """True when every slot of a batch was taken."""
         return all(slot.taken for slot in self.of_batch(batch))
 
     def drop(self, batch: int) -> None:

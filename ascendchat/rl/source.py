@@ -1,4 +1,4 @@
-"""Who generates the groups of a batch, and when: in turn with training (sync), or beside it (stream, async).
+"""Sources of rollouts: groups are generated in turn with training (sync), or at the same time (stream, async).
 
     source = AsyncRolloutSource(rollout, schedule)        # or SyncRolloutSource, also for the engine of this process
     source.update_weights(weights, version=0)             # the weights that answer; also before anything begins

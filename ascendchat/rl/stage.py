@@ -1,4 +1,4 @@
-"""The stage of `ascendchat rl`: policy gradients on answers that were just given. See Stage in train/stage.py.
+"""The stage of `ascendchat rl`: policy gradients on rollouts. See Stage in train/stage.py.
 
 stage = RlStage(policy_loss, split, steps, engine, source, ...)    # built by command.py
 
@@ -42,7 +42,7 @@ from ascendchat.rl.grpo import (
     sequence_anchor,
     token_weight,
 )
-from ascendchat.rl.rollout import Group, TokenRows, pack
+from ascendchat.rl.rollout import AnswerGroup, TokenRows, pack
 from ascendchat.rl.schedule import PromptSlot
 from ascendchat.rl.source import SyncRolloutSource
 from ascendchat.rl.transcript import BatchSums, batch_metrics, batch_sums, own_tokens, write_transcript
@@ -58,7 +58,7 @@ MOMENTUM = 0.85, 0.95, 0.95  # at the beginning, in the middle, at the end
 
 
 class RlStage(Stage):
-    """Policy gradients on answers that the model has just given."""
+    """Policy gradients on answers that the model has just generated."""
 
     higher_is_better = True
 
@@ -154,7 +154,7 @@ class RlStage(Stage):
         answers = [answer for group in groups for answer in group.answers]
         return UpdateShare(rows, sum(map(own_tokens, answers)), len(answers))
 
-    def informative(self, groups: Sequence[Group]) -> list[Group]:
+    def informative(self, groups: Sequence[AnswerGroup]) -> list[AnswerGroup]:
         """The groups that are learnt from."""
         return [group for group in groups if group.differ or not self.method.drop_equal]
 
@@ -211,7 +211,7 @@ class RlStage(Stage):
     # ---- a resumed run -------------------------------------------------------------------------
 
     def extra(self) -> dict[str, Tensor]:
-        """What was generated and is not trained yet."""
+        """Rollouts that are not trained yet."""
         with self.source.lock:
             return to_tensors(list(self.source.schedule.slots.values()), self._shares)
 
@@ -225,7 +225,7 @@ class RlStage(Stage):
     # ---- the loss ------------------------------------------------------------------------------
 
     def cut(self, rows: TokenRows) -> list[TokenRows]:
-        """The rows of each forward pass."""
+        """Split rows into micro-batches."""
         return rows.cut(self.split.rows, self.pad, fill=self.learner.device.compiles)
 
     def upload(self, rows: TokenRows) -> PolicyBatch:
@@ -262,7 +262,7 @@ class RlStage(Stage):
             self._problem = self._problem or problem
             return None
 
-    def _write_transcript(self, step: int, groups: Sequence[Group]) -> None:
+    def _write_transcript(self, step: int, groups: Sequence[AnswerGroup]) -> None:
         """A full disk does not end training for a transcript, and is said once."""
         try:
             write_transcript(self.folder / "transcripts", step, groups)
@@ -328,7 +328,7 @@ class RlStage(Stage):
         }
 
     def is_spike(self, loss: float, mean: float) -> bool:
-        return False  # the loss of policy gradients is no measure of anything
+        return False  # a policy-gradient loss measures no progress
 
     def smaller(self) -> bool:
         split = self.split.smaller()
@@ -342,8 +342,8 @@ class RlStage(Stage):
         self.rollout.close()
 
 
-def groups_of(slots: Sequence[PromptSlot]) -> list[Group]:
-    """Of slots that are finished."""
+def groups_of(slots: Sequence[PromptSlot]) -> list[AnswerGroup]:
+    """The groups of finished slots."""
     return [slot.group for slot in slots if slot.group is not None]
 
 
@@ -359,7 +359,7 @@ def groups_of(slots: Sequence[PromptSlot]) -> list[Group]:
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """What one forward pass of RL takes, on the device: columns of the shape (B, T)."""
+    """The micro-batch of one forward pass, on the device; columns are (B, T)."""
 
     inputs: Tensor
     targets: Tensor
@@ -407,8 +407,8 @@ class PolicyLoss:
         return learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
 
     def __call__(self, batch: PolicyBatch, tokens: int, scale: float = 1.0) -> Loss:
-        """Of this rank's tokens; the loop takes the mean over the ranks, so each counts as often as there are ranks.
-        `tokens`: those that the metrics are means over."""
+        """The loss of this rank's tokens, times the number of ranks, since the loop takes the mean over them. `tokens`:
+        the number that metrics are divided by."""
         learner, scored = self.learner, batch.targets != IGNORE
         hidden = self._hidden(learner, batch)
         unknown = torch.full_like(batch.weight, torch.nan)
@@ -434,7 +434,7 @@ class PolicyLoss:
         return Loss(loss, {name: (value * share).sum() for name, value in metrics.items()})
 
     def _anchor(self, hidden: Tensor, proximal: Tensor, batch: PolicyBatch) -> Tensor:
-        """What the ratio of each token is measured from, (B, T)."""
+        """The log-probability that the ratio of each token is measured from, (B, T)."""
         if self.method.level == "token":
             return proximal
         now = head_logprobs(hidden.detach(), self.learner.model.head, batch.targets, self.drawn)
@@ -453,7 +453,7 @@ class PolicyLoss:
         weight: Tensor,
         reference: Tensor | None = None,
     ) -> Mapping[str, Tensor]:
-        """Per token: how the trained policy differs from the others."""
+        """Metrics per token, (B, T): differences between the trained policy and the others."""
         gap = torch.where(proximal.isnan(), logprobs, proximal) - behaviour
         found = {
             "logprob_gap": gap.abs(),
@@ -464,7 +464,7 @@ class PolicyLoss:
         return found if reference is None else {**found, "kl": k3(reference - logprobs)}
 
     def largest_ratio(self) -> float:
-        """Of the probability of a token to the generator's, over all ranks, since this was asked for last."""
+        """The largest ratio of a token's probability to the generator's, over all ranks, since the last call."""
         collectives.all_reduce(self._largest, "max")
         found = self._largest.item()
         self._largest = torch.zeros_like(self._largest)

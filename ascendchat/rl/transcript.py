@@ -17,7 +17,7 @@ import torch
 from ascendchat.engine.request import Completion
 from ascendchat.files import write_atomic
 from ascendchat.parallel import collectives
-from ascendchat.rl.rollout import Group, pass_sums, task_sums, term_sums
+from ascendchat.rl.rollout import AnswerGroup, pass_sums, task_sums, term_sums
 
 
 class BatchSums(NamedTuple):
@@ -33,7 +33,7 @@ def own_tokens(answer: Completion) -> int:
     return sum(not forced for forced in answer.forced)
 
 
-def staleness_of(groups: Sequence[Group], batch: int) -> list[int]:
+def staleness_of(groups: Sequence[AnswerGroup], batch: int) -> list[int]:
     """For each token that is learnt: by how many versions the weights that wrote it are older than those trained."""
     return [
         batch - version
@@ -45,8 +45,8 @@ def staleness_of(groups: Sequence[Group], batch: int) -> list[int]:
 
 
 def batch_sums(
-    groups: Sequence[Group],
-    kept: Sequence[Group],
+    groups: Sequence[AnswerGroup],
+    kept: Sequence[AnswerGroup],
     replaced: int,
     batch: int,
     *,
@@ -100,7 +100,7 @@ def batch_metrics(own: BatchSums, device: torch.device) -> dict[str, float]:
     }
 
 
-def write_transcript(folder: Path, step: int, groups: Sequence[Group]) -> None:
+def write_transcript(folder: Path, step: int, groups: Sequence[AnswerGroup]) -> None:
     """Write one line per answer: question, answer, reward, tokens, version."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [

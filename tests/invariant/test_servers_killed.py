@@ -21,7 +21,7 @@ from rl_runs import MOST, Server, children_of, done, finish, result, rows_of, st
 
 from ascendchat.checkpoint import verify
 from ascendchat.rl.buffer import from_tensors
-from ascendchat.rl.rollout import Question
+from ascendchat.rl.rollout import TaskQuestion
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("ASCENDCHAT_TEST_KILLS", "0"))  # at random points, after those of the test
@@ -134,7 +134,7 @@ def check_nothing_is_half(home: Path, run: str) -> None:
     assert all(row["staleness_max"] <= 2 for row in rows)
     assert {line["finish"] for line in transcripts(home, run)} <= {"stop", "length"}
     for folder in (home / "runs" / run / "rl").glob("step_*"):
-        slots, _ = from_tensors(verify(folder).extras(), lambda number: Question(number, None, number, []))  # type: ignore[arg-type]
+        slots, _ = from_tensors(verify(folder).extras(), lambda number: TaskQuestion(number, None, number, []))  # type: ignore[arg-type]
         for slot in slots:
             for answer in slot.group.answers if slot.group else ():
                 assert answer.ids[-1] in ENDS if answer.finish_reason == "stop" else len(answer.ids) == MOST

@@ -21,7 +21,7 @@ from ascendchat.nn.logprobs import Drawn
 from ascendchat.rl.command import engine_of, readout_of
 from ascendchat.rl.grpo import PRESETS, Method
 from ascendchat.rl.invariant import batch_invariant
-from ascendchat.rl.rollout import Group, Question, TokenRows, pack
+from ascendchat.rl.rollout import AnswerGroup, TaskQuestion, TokenRows, pack
 from ascendchat.rl.stage import PolicyBatch, PolicyLoss, method_of
 from ascendchat.tasks.base import Task
 from ascendchat.train.model import TrainModel
@@ -53,7 +53,7 @@ def answered(policy: PolicyLoss, seed: int, count: int = 12, slots: int = 5, pro
     ]
     for request, answer in zip(requests, engine.generate(requests)):
         answer.forced = [chance.random() < 0.1 for _ in answer.ids]
-        group = Group(Question(0, NO_TASK, 0, request.prompt), [answer], [0.0])
+        group = AnswerGroup(TaskQuestion(0, NO_TASK, 0, request.prompt), [answer], [0.0])
         group.advantages = [chance.uniform(-1, 1)]
         groups.append(group)
     return pack(groups, lambda answer: 1.0 / count, learner.model.shape.seq_len, 0)

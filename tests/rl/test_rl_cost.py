@@ -16,7 +16,7 @@ from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import Reference
 from ascendchat.rl.command import BUSY_TOKENS, batch_rows, engine_of, readout_of, split_of
-from ascendchat.rl.rollout import Group, Question, TokenRows, pack
+from ascendchat.rl.rollout import AnswerGroup, TaskQuestion, TokenRows, pack
 from ascendchat.sizes.memory import caches, training, usable
 from ascendchat.sizes.shape import Shape
 from ascendchat.tasks.named import load
@@ -29,7 +29,7 @@ def packed(answers: int) -> TokenRows:
     """One answer of 5 tokens to a prompt of 8 in each row."""
     task = load("toy_arithmetic_en", "train")
     answer = Completion([7] * 5, logprobs=[-1.0] * 5, forced=[False] * 5)
-    groups = [Group(Question(i, task, i, [3] * 8), [answer], [1.0], 1, [1.0]) for i in range(answers)]
+    groups = [AnswerGroup(TaskQuestion(i, task, i, [3] * 8), [answer], [1.0], 1, [1.0]) for i in range(answers)]
     return pack(groups, lambda answer: 0.1, T, PAD)
 
 

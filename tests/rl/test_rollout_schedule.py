@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from ascendchat.checkpoint import Damaged, Writer, newest, verify
 from ascendchat.engine.request import Completion
 from ascendchat.rl.buffer import UpdateShare, dealt, from_tensors, to_tensors
-from ascendchat.rl.rollout import RESAMPLED, Group, Question, TokenRows
+from ascendchat.rl.rollout import RESAMPLED, AnswerGroup, TaskQuestion, TokenRows
 from ascendchat.rl.schedule import PromptSlot, RolloutSchedule
 
 
-def ask(number: int) -> Question:
-    return Question(number, None, number, [1])  # type: ignore[arg-type]
+def ask(number: int) -> TaskQuestion:
+    return TaskQuestion(number, None, number, [1])  # type: ignore[arg-type]
 
 
 Versions = dict[tuple[int, int], list[int]]  # of the tokens under way, by slot and question
@@ -72,7 +72,7 @@ def generate(
             Completion([7] * tokens, "", [-0.1] * tokens, [False] * tokens, "stop", versions[0], list(versions))
             for _ in range(2)
         ]
-        schedule.finish(slot, Group(ask(question), answers, [0.0, float(differ)], 2))
+        schedule.finish(slot, AnswerGroup(ask(question), answers, [0.0, float(differ)], 2))
 
 
 def expected(world: World, batch: int, rank: int) -> list[tuple[int, int]]:
@@ -188,7 +188,7 @@ def test_groups_are_trained_as_they_finish() -> None:
     schedule.finish(first, group(0))
     assert schedule.take(0) == [first, third]
     assert schedule.take(0) == []
-    schedule.finish(second, Group(ask(1), [], [1.0, 1.0], 2))
+    schedule.finish(second, AnswerGroup(ask(1), [], [1.0, 1.0], 2))
     assert (second.group, second.attempt, schedule.take(0)) == (None, 1, []), "it is resampled"
     assert not schedule.is_taken(0)
     schedule.finish(second, group(1))
@@ -196,10 +196,10 @@ def test_groups_are_trained_as_they_finish() -> None:
     assert schedule.is_taken(0)
 
 
-def group(number: int, *, text: str = "") -> Group:
+def group(number: int, *, text: str = "") -> AnswerGroup:
     answers = [Completion([5, 6 + i], text, [-0.1 / 3, None], [False, True], "stop", 3, [3, 4 + i]) for i in range(2)]
     right, terms = [True, False], [{"task": 1.0}, {"task": 0.0, "format": 1 / 3}]
-    return Group(ask(number), answers, [0.1, 0.7], 1, right=right, terms=terms, rejected=3)
+    return AnswerGroup(ask(number), answers, [0.1, 0.7], 1, right=right, terms=terms, rejected=3)
 
 
 def parts(rows: int) -> dict[int, UpdateShare]:
@@ -247,7 +247,7 @@ def test_a_group_that_stands_in_for_others_remembers_the_first_and_what_was_reje
     schedule = RolloutSchedule(per_batch=1, staleness=0, refill=2, batches=1)
     (slot,) = schedule.admit()
     for right in ([True, True, True], [False, False]):
-        schedule.finish(slot, Group(ask(0), [], [0.0] * len(right), right=right, rejected=1))
+        schedule.finish(slot, AnswerGroup(ask(0), [], [0.0] * len(right), right=right, rejected=1))
     writer = Writer(tmp_path, say=lambda text: None)
     writer.save(1, model={"w": torch.zeros(1)}, shards={}, state={}, extra=to_tensors([slot], {}))
     writer.wait()
