@@ -88,10 +88,10 @@ class Workflows:
             raise UserError(f"--workflow {name}: {problem}; write try-again, calculator or module:function") from None
 
     def groups(
-        self, asked: Sequence[TaskQuestion], samples: int, generate: Generate | None = None
+        self, questions: Sequence[TaskQuestion], samples: int, generate: Generate | None = None
     ) -> list[AnswerGroup]:
-        """The episodes of these questions. A generator elsewhere is asked by `generate`, which gives whole answers."""
-        episodes = [(question, sample) for question in asked for sample in range(samples)]
+        """Run `samples` episodes of each question. `generate`: asks a remote generator, for whole answers."""
+        episodes = [(question, sample) for question in questions for sample in range(samples)]
         ask = generate or self.generator.generate
         way = _Elsewhere(self, episodes, ask) if self.generator.elsewhere else _Here(self, episodes)
         found = [self.accept(question, outcome) for (question, _), outcome in zip(episodes, way.run())]
