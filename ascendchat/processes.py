@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -50,6 +53,18 @@ def ended() -> set[int]:
         if since and started(int(pid)) != since:
             found.add(int(path.stem.rpartition("_")[2]))
     return found
+
+
+def record_error(error: BaseException) -> None:
+    """Write why this rank ends to the file that torchrun names; without torchrun, nothing."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name:
+        return
+    details = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    with contextlib.suppress(OSError):
+        Path(f"{name}.part").write_text(json.dumps({"message": message}), encoding="utf-8")
+        os.replace(f"{name}.part", name)
 
 
 SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smaller: earlier attempts ran out of memory

@@ -37,7 +37,7 @@ TORCH_FREE = (
 NEEDS_TORCH = set(
     "device.npu device.npu_attention device.npu_ops device.cuda device.cuda_attention device.cuda_products device.mps "
     "device.cpu device.accelerator doctor.collective doctor.selftest_device doctor.selftest_operators serve.terminal "
-    "serve.worker".split()
+    "serve.worker launch.torchrun".split()
 )
 
 # The only modules that import an optional or heavy dependency.
