@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from ascendchat.processes import FILES, started
+from ascendchat.processes import RANK_FILES, started
 
 LOOK = 0.05  # seconds between two looks at ranks that shall end
 
@@ -25,7 +25,7 @@ def begin(words: list[str]) -> None:
     """Send all output to one file, write the pid file and become the program; the process id stays."""
     os.dup2(1, 2)
     own = os.getpid()
-    Path(f"{os.environ[FILES]}{os.environ['RANK']}.pid").write_text(f"{own} {started(own)}", encoding="ascii")
+    Path(f"{os.environ[RANK_FILES]}{os.environ['RANK']}.pid").write_text(f"{own} {started(own)}", encoding="ascii")
     os.execv(sys.executable, [sys.executable, "-u", *words])
 
 

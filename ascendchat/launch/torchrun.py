@@ -31,7 +31,7 @@ from ascendchat.config.language import translate
 from ascendchat.errors import OutOfMemory, UserError
 from ascendchat.launch.plan import LaunchPlan, say
 from ascendchat.launch.rank import end_groups
-from ascendchat.processes import FILES, SMALLER, status_of
+from ascendchat.processes import RANK_FILES, SMALLER, status_of
 
 MAX_SMALLER = 16  # restarts with a smaller batch; a program that is not ours may end with the same status for ever
 MAX_CAUSE = 300  # characters of a rank's error
@@ -82,7 +82,7 @@ class _Logs(LogsSpecs):
             error.unlink(missing_ok=True)
             logs[local], errors[local] = str(log), str(error)
             environment |= plan.environment
-            environment |= {FILES: str(self.folder / f"{plan.prefix}rank_"), "TORCHELASTIC_ERROR_FILE": str(error)}
+            environment |= {RANK_FILES: str(self.folder / f"{plan.prefix}rank_"), "TORCHELASTIC_ERROR_FILE": str(error)}
             if attempt:
                 environment["ASCENDCHAT_RESTART"] = str(attempt)  # training resumes from its last checkpoint
             if self.smaller:

@@ -307,7 +307,7 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subp
     ours, theirs = os.pipe()
     (tmp_path / "attempt_0").mkdir()
     words = [sys.executable, "-m", "ascendchat.launch.rank", "begin", "-c", RANK, str(theirs), request.param]
-    environ = {**os.environ, "RANK": "5", processes.FILES: str(tmp_path / "attempt_0" / "node_1_rank_")}
+    environ = {**os.environ, "RANK": "5", processes.RANK_FILES: str(tmp_path / "attempt_0" / "node_1_rank_")}
     process = subprocess.Popen(words, env=environ, pass_fds=[theirs], start_new_session=True)
     os.close(theirs)
     try:
@@ -377,7 +377,7 @@ def test_ranks_that_outlive_their_launcher_save_and_end(tmp_path: Path, mode: st
     (tmp_path / "attempt_0").mkdir()
     ours, theirs = os.pipe()
     module = [sys.executable, "-m", "ascendchat.launch.rank"]
-    environ = {**os.environ, "RANK": "0", processes.FILES: str(tmp_path / "attempt_0" / "rank_")}
+    environ = {**os.environ, "RANK": "0", processes.RANK_FILES: str(tmp_path / "attempt_0" / "rank_")}
     words = [*module, "begin", "-c", SAVES, str(theirs), mode]
     one = subprocess.Popen(words, env=environ, pass_fds=[theirs], start_new_session=True)
     guard = subprocess.Popen([*module, "guard", str(tmp_path), "", "1.5"], stdin=subprocess.PIPE)
