@@ -37,7 +37,8 @@ class ChildProcess:
     """A process that leads a group of its own: waited for, ended in order, or killed with all that it has started."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path | None = None, begin: int = 0) -> None:
-        self.process, self._log, self._begin = process, log, begin
+        self.process, self.pid = process, process.pid
+        self._log, self._begin = log, begin  # what stands before that byte is not its own
 
     @classmethod
     def start(
@@ -86,9 +87,9 @@ class ChildProcess:
     def kill(self) -> None:
         """Kill it and all that it has started, also what outlived it."""
         # A number that no process has, though its group has members, is given to no other process.
-        if self.poll() is None or not started(self.process.pid):
+        if self.poll() is None or not started(self.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, grace: float) -> int | None:
         """Ask it to end and kill what is left after `grace` seconds; its status, None when it cannot be killed."""
