@@ -32,8 +32,8 @@ PLACES = {
     "plan memory": "sizes/memory",
     "data reading": "data/read data/chat/tables data/chat/formats",
     "guard": "serve/guard",
-    "sandbox": "sandbox/__init__ sandbox/inside sandbox/seccomp",
-    "launch": "launch/supervise launch/agent processes",
+    "sandbox": "sandbox/program sandbox/inside sandbox/seccomp",
+    "launch": "launch/torchrun launch/rank processes",
     "NPU operators": "device/npu_ops device/npu_attention device/npu",
     "export": "models/export",
 }

@@ -7,9 +7,7 @@ import getpass
 import os
 import platform
 import re
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ascendchat.device.env import without_own_settings
-from ascendchat.processes import die_with_parent
+from ascendchat.processes import ChildProcess, how_ended
 
 LOOK = 0.05  # seconds between two looks at a process
-
-
+GRACE = 20.0  # seconds that a process has to end in order
 MAX_SAID = 300  # characters of a verdict
 
 
@@ -67,41 +64,23 @@ def end_of(
 ) -> str:
     """Run a process to its end, or for as long as `progress` changes within the deadline; how it ended, "" when well.
     The sentence is the last one that it or a rank of it printed."""
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment or settings.environment,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # also when this one is killed
-        )
-        last, since, overdue = progress(), time.monotonic(), False
-        try:
-            while process.poll() is None:
-                time.sleep(LOOK)
-                if (now := progress()) != last:
-                    last, since = now, time.monotonic()
-                if time.monotonic() > since + settings.deadline:
-                    overdue = True
-                    break
-        finally:  # also when this process is told to stop
-            if process.poll() is None:
-                process.terminate()  # a launcher ends its ranks
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs inside the driver cannot be killed
-                process.wait(20)
+    child = ChildProcess.start(words, log=log, tied=True, env=environment or settings.environment)
+    last, since, overdue = progress(), time.monotonic(), False
+    try:
+        while child.poll() is None:
+            time.sleep(LOOK)
+            if (now := progress()) != last:
+                last, since = now, time.monotonic()
+            if time.monotonic() > since + settings.deadline:
+                overdue = True
+                break
+    finally:  # also when this process is told to stop
+        status = child.end(GRACE)  # a launcher ends its ranks
     if overdue:
         return f"no answer within {settings.deadline:g} s"
-    if process.returncode == 0:
+    if status == 0:
         return ""
-    code = process.returncode
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-    return cleaned(f"its process ended ({how}): {last_words(log)}")
+    return cleaned(f"its process ended ({how_ended(status)}): {last_words(log)}")
 
 
 def last_words(log: Path) -> str:

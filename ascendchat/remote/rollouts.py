@@ -16,11 +16,8 @@ import contextlib
 import os
 import re
 import secrets
-import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +30,7 @@ from ascendchat.device.env import devices_behind, without_own_settings
 from ascendchat.errors import UserError, of_rank
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
-from ascendchat.processes import free_port
+from ascendchat.processes import ChildProcess, free_port
 from ascendchat.remote.fleet import ReplicaPool
 from ascendchat.remote.vllm_server import first_key
 from ascendchat.remote.weights import Scorer
@@ -42,7 +39,6 @@ READY = re.compile(r"ready: (http://\S+)")
 LONGEST_START = 900.0  # seconds until a server must be ready: it opens the model, and may compile
 ENDING = 20.0  # seconds that it gets to end
 MAX_EARLY_DEATHS = 3  # in a row, before it was ready
-LOOK = 0.1  # seconds between two looks at a server that starts
 HANDED_OVER = 0.9  # of --rollout-timeout, after which a server gives what it has written before the trainer gives up
 
 
@@ -85,7 +81,7 @@ class OwnServer:
         self.port, self.url = free_port(), ""
         self._closing = threading.Event()
         self.killed = False  # by a signal, before it was ready
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._watcher: threading.Thread | None = None
 
     def start(self) -> str:
@@ -104,36 +100,24 @@ class OwnServer:
         return self.url
 
     def _begin(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        begin = self.log.stat().st_size if self.log.exists() else 0
-        words = [sys.executable, "-m", "ascendchat.processes", *self.command, "--port", str(self.port)]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                words, env=self.environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-            )
-        end = time.monotonic() + self.longest_start
-        while not (found := READY.search(self._said(begin))):
-            if self._process.poll() is not None or time.monotonic() > end or self._closing.is_set():
-                status = self._process.poll()
-                self.killed = status is not None and not 0 <= status <= 128
-                how = f"took longer than {self.longest_start:.0f} s" if status is None else f"ended with {status}"
-                self._kill()  # there is nothing in it to be saved
-                last = (self._said(begin).strip().splitlines() or ["it said nothing"])[-1]
-                raise UserError(f"the server for rollouts {how} before it was ready: {last} (log: {self.log})")
-            time.sleep(LOOK)
-        self.url = found[1]
-
-    def _said(self, begin: int) -> str:
-        with self.log.open("rb") as log:
-            log.seek(begin)
-            return log.read().decode("utf-8", errors="replace")
+        words = [*self.command, "--port", str(self.port)]
+        self._child = child = ChildProcess.start(words, log=self.log, tied=True, env=self.environment)
+        ready = child.wait_ready(READY, self.longest_start, self._closing.is_set)
+        if ready is None:
+            status = child.poll()
+            self.killed = status is not None and not 0 <= status <= 128
+            how = f"took longer than {self.longest_start:.0f} s" if status is None else f"ended with {status}"
+            child.end(0.0)  # there is nothing in it to be saved
+            last = (child.output().strip().splitlines() or ["it said nothing"])[-1]
+            raise UserError(f"the server for rollouts {how} before it was ready: {last} (log: {self.log})")
+        self.url = ready[1]
 
     def _watch(self) -> None:
         """A thread: when it dies, it gets a successor on the same port."""
         early = 0
         while early < MAX_EARLY_DEATHS:
-            assert self._process is not None
-            status = self._process.wait()
+            assert self._child is not None
+            status = self._child.wait()
             if self._closing.is_set():
                 return
             self.say(f"the server for rollouts has ended with status {status}; it is started again")
@@ -154,26 +138,10 @@ class OwnServer:
     def close(self) -> None:
         """End it."""
         self._closing.set()
-        self._end()
+        if self._child is not None:
+            self._child.end(ENDING)
         if self._watcher is not None:
             self._watcher.join(ENDING)
-
-    def _end(self) -> None:
-        process = self._process
-        if process is None or process.poll() is not None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(ENDING)
-        except subprocess.TimeoutExpired:
-            self._kill()
-
-    def _kill(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its session: what it has started goes with it
-        self._process.wait()
 
 
 @contextlib.contextmanager

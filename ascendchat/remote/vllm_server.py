@@ -35,7 +35,7 @@ from ascendchat.device import smi
 from ascendchat.device.cann import cann_version
 from ascendchat.device.env import ALLOCATORS, NPU_GENERATING, harmful_settings, look
 from ascendchat.errors import UserError, home
-from ascendchat.processes import die_with_parent, is_free, status_of
+from ascendchat.processes import ChildProcess, is_free, status_of
 
 PACKAGE = Path(__file__).resolve().parent.parent
 RECEIVER = "remote/vllm_worker.py"  # of our package: lets vLLM's workers take weights over any collective
@@ -213,20 +213,14 @@ def serve(plan: _ServerPlan, longest_start: float) -> int:
     if not is_free(port):
         raise UserError(f"port {port} is in use; choose another with --port")
     received: list[float] = []  # times of signals
-    server = subprocess.Popen(
-        plan.command,
-        env={**os.environ, **plan.added},
-        start_new_session=True,
-        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-    )
+    server = ChildProcess.start(plan.command, tied=True, env={**os.environ, **plan.added})
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(time.monotonic())
-        with contextlib.suppress(ProcessLookupError):
-            if len(received) == 1:
-                server.send_signal(number)
-            else:
-                os.killpg(server.pid, signal.SIGKILL)
+        if len(received) == 1:
+            server.process.send_signal(number)
+        else:
+            server.kill()
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -236,25 +230,21 @@ def serve(plan: _ServerPlan, longest_start: float) -> int:
         elif server.poll() is None and not received:
             say(f"vLLM was not ready after {longest_start:.0f} s; give it longer: --start-timeout")
             return 1
-        while server.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(LOOK)
+        while (status := server.wait(LOOK)) is None:
             if received and time.monotonic() > received[0] + GRACE:
-                with contextlib.suppress(ProcessLookupError):  # it may end just now
-                    os.killpg(server.pid, signal.SIGKILL)
+                server.kill()
         if not ready and not received:
-            say(f"vLLM ended with status {status_of(server.returncode)} before it was ready; its output stands above")
-            return status_of(server.returncode) or 1
-        return status_of(server.returncode)
+            say(f"vLLM ended with status {status_of(status)} before it was ready; its output stands above")
+            return status_of(status) or 1
+        return status_of(status)
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # what is left of its processes
-            os.killpg(server.pid, signal.SIGKILL)
+        server.kill()  # and what is left of its processes
         server.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def wait_ready(server: subprocess.Popen[bytes], url: str, until: float) -> bool:
+def wait_ready(server: ChildProcess, url: str, until: float) -> bool:
     """Wait until /health says 200; False if the server ends or the time is over."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     while server.poll() is None and time.monotonic() < until:
