@@ -39,10 +39,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torc
 
 
 def preload(program: list[str]) -> None:
-    """Import what `python -m PACKAGE WORDS` will import, as the package itself says."""
+    """Import what `python -m PACKAGE WORDS` will import: `PACKAGE.cli.preload` knows."""
     flag, package, *words = program
     assert flag == "-m", program
-    importlib.import_module(package).preload(words)
+    importlib.import_module(f"{package}.cli").preload(words)
     import torch
     import torch.distributed.run
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler

@@ -21,5 +21,15 @@ from ascendchat.data.toyworld.talk import TOPICS, chats, problems, questions, te
 from ascendchat.data.toyworld.texts import ASSISTANT_NAME, documents
 from ascendchat.data.toyworld.world import LANGUAGES
 
-__all__ = ["ASSISTANT_NAME", "LANGUAGES", "TOPICS", "Question"]
-__all__ += ["chats", "correct", "documents", "problems", "questions", "texts"]
+__all__ = [
+    "ASSISTANT_NAME",
+    "LANGUAGES",
+    "TOPICS",
+    "Question",
+    "chats",
+    "correct",
+    "documents",
+    "problems",
+    "questions",
+    "texts",
+]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from http_server import CHUNK, DATA, FAST, HASTY, Server, noise, serve
 
-from ascendchat.data import fetch as fetching
+from ascendchat.data.fetch import command as fetching
 from ascendchat.data.fetch import Policy, fetch, folder_of
 from ascendchat.data.fetch.download import Downloader, FileDownload, PartFile, Remote, Restarted, range_answer
 from ascendchat.data.fetch.http import Web, retry_after
