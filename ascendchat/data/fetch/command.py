@@ -1,11 +1,11 @@
-"""Brings data sets to this machine: from hubs, mirrors, URLs or a local folder, verified, once for all processes.
+"""Fetch data sets from hubs, mirrors, URLs or a local folder, verified, once for all processes of a machine.
 
     ascendchat data fetch climbmix --shards 16
     ascendchat data fetch gsm8k --source /mnt/usb/data --offline
 
 Code that needs a set calls `fetch("gsm8k")` on every rank and gets its folder: one process downloads, the others wait.
-A set lives in $ASCENDCHAT_HOME/data/NAME (of a URL: NAME-HASH) with a manifest.json: sizes, sha256, and what was asked
-for; `ascendchat data verify` compares.
+A set lives in $ASCENDCHAT_HOME/data/NAME (of a URL: NAME-HASH) with a manifest.json: sizes, sha256, and the requests
+that its files answered; `ascendchat data verify` compares.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from ascendchat.config.data import DataFetchConfig
 from ascendchat.data.fetch import request as hubs
-from ascendchat.data.fetch.download import Remote, digests, disk_error, download
+from ascendchat.data.fetch.download import RemoteFile, digests, disk_error, download
 from ascendchat.data.fetch.folder import copy_from
 from ascendchat.data.fetch.http import Policy, SourceFailed, Web, host_of, redact
 from ascendchat.data.fetch.lock import DownloadProgress, Lock, notify, readable_size
@@ -32,12 +32,12 @@ from ascendchat.data.fetch.sources import SETS, DataSet, DataSource, find_set
 from ascendchat.data.verify import read_manifest, verify_folders, write_manifest
 from ascendchat.errors import UserError, home
 
-SPARE = 64 << 20  # bytes left free on the disk
+MIN_FREE_BYTES = 64 << 20  # left on the disk
 
 
 @dataclass(frozen=True)
 class _Fetched:
-    """The result of a request. `confirmed`: the source was asked whether these files are still its files."""
+    """Result of a request. `confirmed`: the source was asked if these files are still its files."""
 
     folder: Path
     files: dict[str, str]  # name -> sha256
@@ -45,7 +45,7 @@ class _Fetched:
 
 
 def folder_of(word: str) -> Path:
-    """Where a set is, or will be."""
+    """Folder in which a set is, or will be."""
     return home() / "data" / _set(word, "").name
 
 
@@ -53,7 +53,7 @@ def _set(word: str, source: str) -> DataSet:
     if source and source not in HUBS and re.fullmatch(r"[\w.-]*\w[\w.-]*", word) and word.lower() not in SETS:
         try:
             return find_set(word)
-        except UserError:  # any name will do for what a local folder holds
+        except UserError:  # a local folder may hold a set of any name
             return DataSet(word, "", word, ())
     return find_set(word, source)
 
@@ -70,10 +70,12 @@ def fetch(
     check: bool = False,
     policy: Policy | None = None,
 ) -> Path:
-    """The folder with the files of a set, fetched if need be. Safe to call from every rank at once.
+    """Return the folder with the files of a set, fetched if need be. Safe to call from every rank at once.
 
-    What answered the same request before is taken as it is, without a network. With `check` its checksums are compared
-    and the source is asked again: damaged files, and files that the source has changed, are fetched anew."""
+    Files that answered the same request before are taken as they are, without a network. With `check` their
+    checksums are compared and the source is asked again: damaged files, and files that the source has changed, are
+    fetched anew.
+    """
     request = _request(name, files, shards, source, workers, str(out))
     return _fetch(request, offline, check, policy or Policy()).folder
 
@@ -113,13 +115,13 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _damaged(folder: Path, files: Iterable[str]) -> list[str]:
-    """Those of the files that are there and are not what the manifest says."""
+    """List the existing files that differ from the manifest."""
     faults = [fault for verdict in verify_folders([folder], only=files) for fault in verdict.faults]
     return [fault.file.relative_to(folder).as_posix() for fault in faults if fault.file.exists()]
 
 
 def _offline(folder: Path, request: FetchRequest, check: bool) -> dict[str, str]:
-    """What is on disk, if it is all there; else the error says what is missing."""
+    """Return the files on disk, if they are all there; else the error says what is missing."""
     manifest = _manifest(folder)
     files = next(request.answers(manifest), {}) or request.contained(manifest)
     remedy = f"where there is a network run: {request.command}; or copy from a folder: {request.command} --source DIR"
@@ -128,13 +130,13 @@ def _offline(folder: Path, request: FetchRequest, check: bool) -> dict[str, str]
             f"offline, and {folder} does not have the files of {request.shown} that are asked for; {remedy}"
         )
     files = request.complete(folder, manifest) or files
-    gone = missing_files(folder, files, manifest)
-    damaged = _damaged(folder, files) if check and not gone else []
-    if gone or damaged:
-        shown = ", ".join((gone or damaged)[:5]) + (", ..." if len(gone or damaged) > 5 else "")
+    missing = missing_files(folder, files, manifest)
+    damaged = _damaged(folder, files) if check and not missing else []
+    if missing or damaged:
+        shown = ", ".join((missing or damaged)[:5]) + (", ..." if len(missing or damaged) > 5 else "")
         raise UserError(
-            f"offline, and {len(gone or damaged)} of {len(files)} files of {request.shown} are "
-            f"{'missing' if gone else 'damaged'} in {folder}: {shown}; {remedy}"
+            f"offline, and {len(missing or damaged)} of {len(files)} files of {request.shown} are "
+            f"{'missing' if missing else 'damaged'} in {folder}: {shown}; {remedy}"
         )
     return files
 
@@ -142,7 +144,7 @@ def _offline(folder: Path, request: FetchRequest, check: bool) -> dict[str, str]
 def _ask_sources(
     folder: Path, request: FetchRequest, lock: Lock, policy: Policy, check: bool, have: dict[str, str]
 ) -> _Fetched:
-    """Ask the sources in turn. `have`: complete files from earlier, which are kept if no source answers."""
+    """Ask the sources in turn. `have`: complete files from earlier, which stay if no source answers."""
     name = request.dataset.name
     manifest = {"set": name, "source": "", "files": {}, "requests": {}, **_manifest(folder)}
     manifest["mend"] = request.mend
@@ -153,8 +155,8 @@ def _ask_sources(
         return _Fetched(folder, files, True)
     failures: list[str] = []
     servers = [(source, endpoint) for source in request.dataset.sources for endpoint in endpoints(source)]
-    before = {manifest["files"][file].get("from") for file in have}
-    for source, endpoint in sorted(servers, key=lambda server: _origin(server[0]) not in before):
+    origins_of_have = {manifest["files"][file].get("from") for file in have}
+    for source, endpoint in sorted(servers, key=lambda server: _origin(server[0]) not in origins_of_have):
         try:
             with Web(policy, request.workers) as web:
                 _from_source(source, endpoint, web, folder, request, manifest, check, lock)
@@ -168,7 +170,7 @@ def _ask_sources(
 
 
 def _advice(request: FetchRequest) -> str:
-    """What to do when no source answered; nothing that was tried already."""
+    """Tell what to do when no source answered; nothing that was tried already."""
     hints = []
     tried = [endpoint for source in request.dataset.sources for endpoint in endpoints(source)]
     if proxy := next((n for n in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(n)), ""):
@@ -203,46 +205,46 @@ def _from_source(
     bad = _damaged(folder, [remote.name for remote in chosen if remote.name in manifest["files"]]) if check else []
     for name in bad:
         notify(f"{request.dataset.name}: {name} is damaged; fetching it again")
-    wanted = [r for r in chosen if r.name in bad or not _have(folder, r, manifest, _origin(source), web)]
-    need = sum(remote.bytes or 0 for remote in wanted)
-    check_space(folder, need - sum(_allocated(folder / r.name) for r in wanted), request)
-    new = {remote.name for remote in wanted}
-    shas = {r.name: "" if r.name in new else manifest["files"][r.name]["sha256"] for r in chosen}
-    manifest["requests"][request.key] = shas
+    pending = [r for r in chosen if r.name in bad or not _have(folder, r, manifest, _origin(source), web)]
+    need = sum(remote.bytes or 0 for remote in pending)
+    check_space(folder, need - sum(_allocated(folder / r.name) for r in pending), request)
+    new = {remote.name for remote in pending}
+    checksums = {r.name: "" if r.name in new else manifest["files"][r.name]["sha256"] for r in chosen}
+    manifest["requests"][request.key] = checksums
     manifest["source"] = _origin(source) + (f" at {redact(endpoint)}" if endpoint else "")
     write_manifest(folder, manifest)
-    if not wanted:
+    if not pending:
         return
     notify(
-        f"{request.dataset.name}: {len(wanted)} of {len(chosen)} files, "
+        f"{request.dataset.name}: {len(pending)} of {len(chosen)} files, "
         f"{readable_size(need) if need else 'unknown size'}, from {endpoint or source.where}"
     )
     writing = threading.Lock()
 
-    def done(remote: Remote, count: int, sha: str, tag: str) -> None:
+    def done(remote: RemoteFile, count: int, sha: str, tag: str) -> None:
         with writing:
             manifest["files"][remote.name] = {"bytes": count, "sha256": sha, "from": _origin(source), "tag": tag}
-            shas[remote.name] = sha
+            checksums[remote.name] = sha
             write_manifest(folder, manifest)
 
-    with DownloadProgress(request.dataset.name, len(wanted), need, lock) as progress:
-        download(wanted, folder, web, workers=request.workers, done=done, show=progress.show)
+    with DownloadProgress(request.dataset.name, len(pending), need, lock) as progress:
+        download(pending, folder, web, workers=request.workers, done=done, show=progress.show)
 
 
-def _have(folder: Path, remote: Remote, manifest: dict[str, Any], origin: str, web: Web) -> bool:
-    """Whether the file is there and is the one that the source offers. A file that is not in the manifest is added to
+def _have(folder: Path, remote: RemoteFile, manifest: dict[str, Any], origin: str, web: Web) -> bool:
+    """True if the file is there and is the one that the source offers. A file that is not in the manifest is added to
     it when its checksum is right."""
     path, entry = folder / remote.name, manifest["files"].get(remote.name)
     if not path.is_file() or remote.bytes not in (None, path.stat().st_size):
         return False
-    whole = entry is not None and path.stat().st_size == entry["bytes"]
-    if whole and remote.sha256 == entry["sha256"]:
+    complete = entry is not None and path.stat().st_size == entry["bytes"]
+    if complete and remote.sha256 == entry["sha256"]:
         return True
     if not remote.digest:  # without a checksum only the server can say whether it is still the same
-        same = whole and entry.get("from") == origin and entry.get("tag")
+        same = complete and entry.get("from") == origin and entry.get("tag")
         if same and web.validator(remote.url, remote.headers) == entry["tag"]:
             return True
-        if whole:
+        if complete:
             notify(f"{path}: the source may have changed it; fetching it again")
         return False
     count, sha, git = digests(path, bool(remote.git))
@@ -254,7 +256,7 @@ def _have(folder: Path, remote: Remote, manifest: dict[str, Any], origin: str, w
 
 
 def _allocated(path: Path) -> int:
-    """Bytes an unfinished download already takes on the disk."""
+    """Bytes that an unfinished download already takes on the disk."""
     part = path.with_name(path.name + ".part")
     return part.stat().st_blocks * 512 if part.exists() else 0
 
@@ -262,7 +264,7 @@ def _allocated(path: Path) -> int:
 def check_space(folder: Path, need: int, request: FetchRequest) -> None:
     """Refuse before the first byte when the disk is too small."""
     free = shutil.disk_usage(folder).free
-    if need > 0 and need + SPARE > free:
+    if need > 0 and need + MIN_FREE_BYTES > free:
         raise UserError(
             f"{request.shown} needs {readable_size(need)} and {folder} has {readable_size(free)} free; take fewer "
             "files with --shards, free some space (ascendchat clean), or choose another disk with --out or "
@@ -271,7 +273,7 @@ def check_space(folder: Path, need: int, request: FetchRequest) -> None:
 
 
 def table_of_sets() -> str:
-    """The named sets, for people."""
+    """Format the named sets for people."""
     lines = ["names for `ascendchat data fetch NAME` (also OWNER/NAME of a hub, models/OWNER/NAME, or a URL):"]
     for use, title in (("pretrain", "text for pretraining"), ("chat", "conversations"), ("eval", "evaluation")):
         lines += ["", f"{title}:"]
@@ -283,7 +285,7 @@ def table_of_sets() -> str:
 
 
 def run(config: DataFetchConfig) -> int:
-    """`ascendchat data fetch NAME ...`: after one that fails, the others are still fetched."""
+    """Run `ascendchat data fetch NAME ...`: after one that fails, the others are still fetched."""
     if not config.names:
         print(table_of_sets())
         return 0
@@ -307,12 +309,12 @@ def run(config: DataFetchConfig) -> int:
 def _run_one(name: str, config: DataFetchConfig) -> None:
     request = _request(name, config.files, config.shards, config.source, config.workers, config.out)
     try:
-        got = _fetch(request, config.offline, True, Policy())
+        fetched = _fetch(request, config.offline, True, Policy())
     except OSError as error:
         raise disk_error(error, request.folder) from None
-    entries = read_manifest(got.folder)["files"]
-    total = readable_size(sum(entries[file]["bytes"] for file in got.files))
-    state = "verified" if got.confirmed else "unchanged since they were fetched (the source was not asked)"
-    print(f"{request.shown}: {len(got.files)} files, {total}, {state}, in {got.folder}")
-    if others := len(entries) - len(got.files):
+    entries = read_manifest(fetched.folder)["files"]
+    total = readable_size(sum(entries[file]["bytes"] for file in fetched.files))
+    state = "verified" if fetched.confirmed else "unchanged since they were fetched (the source was not asked)"
+    print(f"{request.shown}: {len(fetched.files)} files, {total}, {state}, in {fetched.folder}")
+    if others := len(entries) - len(fetched.files):
         print(f"  {others} more files there were fetched by other commands")
