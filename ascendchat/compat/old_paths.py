@@ -19,7 +19,7 @@ MOVED = {
     "ascendchat.infer.fleet": "ascendchat.remote.fleet",
     "ascendchat.infer.vllm_worker": "ascendchat.remote.vllm_worker",
 }
-PACKAGE = "ascendchat.infer"  # of which nothing else is left
+PACKAGE = "ascendchat.infer"  # gone otherwise
 
 
 class _Old(Loader):
