@@ -25,7 +25,7 @@ from ascendchat.data.chat.turns import ABOUT, checked, history, opened, said, tu
 from ascendchat.data.chat.turns import asked as about
 from ascendchat.data.mixture import is_held_out
 from ascendchat.data.read import format_of
-from ascendchat.data.surrogates import HALF, has_half
+from ascendchat.data.surrogates import LONE_SURROGATE, has_lone_surrogate
 from ascendchat.errors import UserError
 from ascendchat.rl import rewards
 from ascendchat.tasks.base import Task
@@ -41,8 +41,8 @@ Asked = tuple[Conversation, dict[str, Any]]  # the prompt, and what a reward get
 def read_question(row: TableRow) -> Asked:
     """Read a row as a prompt and the columns for the reward."""
     columns = {str(name): value for name, value in row.items() if name not in OWN}
-    if has_half(columns):
-        raise ValueError(HALF)
+    if has_lone_surrogate(columns):
+        raise ValueError(LONE_SURROGATE)
     if row.get("answer") in (None, ""):
         replies = [row[name] for name in REPLY.split("|") if row.get(name) not in (None, "")]
         columns |= {"answer": replies[0]} if replies else {}

@@ -28,10 +28,10 @@ from ascendchat.errors import UserError, nearest
 from ascendchat.sandbox.pool import WORKERS, Failure, Pool
 from ascendchat.sandbox.process import checked, run
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.choice import is_letter
 from ascendchat.tasks.gsm8k import FINAL, as_number, final_number
 from ascendchat.tasks.gsm8k import NUMBER as ONE_NUMBER
 from ascendchat.tasks.humaneval import CODE_BLOCK, judged, program
+from ascendchat.tasks.multiple_choice import is_letter
 
 # The built-in terms of a reward, for `ascendchat rl --reward gsm8k=1,format=0.1,length=-0.001`: plain functions.
 #
@@ -95,7 +95,7 @@ def toy(
     """1 if the toy world calls it right: see toyworld.correct."""
     if not accept and rule != "unknown":
         raise ValueError("the question has no column accept with the answers of the toy world")
-    question = toyworld.Question(prompt, "", tuple(map(str, accept)), "", "", rule, tuple(map(str, reject)))
+    question = toyworld.ToyQuestion(prompt, "", tuple(map(str, accept)), "", "", rule, tuple(map(str, reject)))
     return float(toyworld.correct(question, completion))
 
 

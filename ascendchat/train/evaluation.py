@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ascendchat.data.corpus import Corpus
-from ascendchat.data.mixture import Batches, Rows
+from ascendchat.data.mixture import Batches, RowSource
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Generator, Request, Sampling
@@ -73,7 +73,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(folder.parts[-parts:]) for folder in folders]
 
 
-def reply_loss(learner: TrainModel, validation: Sequence[Rows], rows: int) -> dict[str, float]:
+def reply_loss(learner: TrainModel, validation: Sequence[RowSource], rows: int) -> dict[str, float]:
     """Mean nats of the targets in held-out conversations, over all ranks; nothing without any."""
     if not validation:
         return {}

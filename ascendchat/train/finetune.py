@@ -44,7 +44,7 @@ from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.hf import FINETUNE_ROWS, check_bits, check_bits_on
 from ascendchat.sizes.schedule import Curve
-from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_chat_mixture
+from ascendchat.tasks.mixture import ChatMixture, EntryOptions, held_out_rows, open_chat_mixture
 from ascendchat.tasks.named import knows
 from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.tasks.pairs import PairMixture
@@ -390,7 +390,7 @@ def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixt
         source=config.source,
         find_overlaps=here.main,
         say=here.say,
-        portion=Portion(0.0 if config.validation else config.val_size, config.max_samples),
+        options=EntryOptions(0.0 if config.validation else config.val_size, config.max_samples),
         packing=config.packing,
     )
     mixture.validation.extend(held_out_rows(config.validation, config.source, tokenizer, seq_len, here.say))

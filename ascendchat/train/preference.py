@@ -364,7 +364,7 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
         shape.seq_len,
         seed=config.seed,
         held_out=config.val_size,
-        most=config.max_samples,
+        max_pairs=config.max_samples,
         validation=validation,
         packing=config.packing,
         say=here.say,

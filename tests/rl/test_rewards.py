@@ -264,7 +264,7 @@ def test_a_process_of_a_judge_imports_next_to_nothing() -> None:
 def test_the_processes_of_a_judge_end_with_the_trainer(module: str) -> None:
     program = f"""
 if __name__ == "__main__":
-    from ascendchat.tasks import load
+    from ascendchat.tasks.named import load
     from ascendchat.rl.rewards import Judge
 
     judge, task = Judge("{module}:wild", timeout=3600), load("toy_arithmetic_en", "train")
