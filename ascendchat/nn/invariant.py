@@ -156,12 +156,12 @@ class InvariantAttention:
         scores = torch.cat([_sums(q[:, :, :, None] * block) for block in blocks], dim=-1) * scale  # (B, Q, H, S)
         scores = scores.masked_fill(hidden, -torch.inf)
         weights = in_pieces(torch.exp, scores - scores.amax(dim=-1, keepdim=True).detach())
-        total, found = torch.zeros_like(scores[..., :1]), torch.zeros_like(q)
+        total, out = torch.zeros_like(scores[..., :1]), torch.zeros_like(q)
         columns = v.permute(0, 2, 3, 1)[:, None]  # (B, 1, H, D, S)
         for part, block in zip(weights.split(BLOCK, dim=-1), columns.split(BLOCK, dim=-1)):
             total = total + _sums(part)[..., None]
-            found = found + _sums(part[..., None, :] * block)  # (B, Q, H, D)
-        return found / total
+            out = out + _sums(part[..., None, :] * block)  # (B, Q, H, D)
+        return out / total
 
 
 def _sums(x: Tensor) -> Tensor:

@@ -99,8 +99,8 @@ class HeadLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, head, tokens)
         ctx.distribution = distribution
         parts = [distribution.read(hidden[part], head, tokens[part]).logprob for part in chunks(hidden, head)]
-        known = torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
-        return torch.where(tokens != IGNORE, known, 0.0)
+        logprobs = torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
+        return torch.where(tokens != IGNORE, logprobs, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -127,9 +127,9 @@ def value_and_slope(
 ) -> tuple[Tensor, Tensor]:
     """The objective of every token and its derivative by the log-probability; both 0 where nothing is scored."""
     with torch.enable_grad():
-        known = logprobs.detach().requires_grad_()
-        values = objective(known, *columns)
-        (slope,) = torch.autograd.grad(values.sum(), known)
+        variable = logprobs.detach().requires_grad_()
+        values = objective(variable, *columns)
+        (slope,) = torch.autograd.grad(values.sum(), variable)
     return torch.where(scored, values.detach(), 0.0), torch.where(scored, slope, 0.0)  # elsewhere they may be infinite
 
 
@@ -153,8 +153,8 @@ def head_objective(
     rows, tokens = scored_rows(targets)
     scale = mean_weight(tokens) if weight is None else weight
     wanted = _Wanted(tokens, scale, distribution, objective, tuple(column.reshape(-1)[rows] for column in columns))
-    loss, *known = _HeadObjective.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, wanted)  # type: ignore[no-untyped-call]
-    logprobs, entropies = (spread(column, rows, targets) for column in known)
+    loss, *columns_out = _HeadObjective.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, wanted)  # type: ignore[no-untyped-call]
+    logprobs, entropies = (spread(column, rows, targets) for column in columns_out)
     return loss, logprobs, entropies
 
 
@@ -162,8 +162,8 @@ def learnt_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, distribution:
     """Log-probability of every target, in their shape; 0 where nothing is scored. The backward pass multiplies with the
     head once more, so that between the passes only one number per target is saved."""
     rows, tokens = scored_rows(targets)
-    known = HeadLogprobs.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, tokens, distribution)  # type: ignore[no-untyped-call]
-    return spread(known, rows, targets)
+    logprobs = HeadLogprobs.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, tokens, distribution)  # type: ignore[no-untyped-call]
+    return spread(logprobs, rows, targets)
 
 
 @torch.no_grad()

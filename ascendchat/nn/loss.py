@@ -66,9 +66,9 @@ def score(
     gradient = (gradient if size is None else gradient / size).to(logits.dtype)
     columns, parts = index, total  # where the targets are, and what they take off there
     if next2_targets is not None and mtp_weight is not None:
-        known = (next2_targets != IGNORE).unsqueeze(-1)
-        share = mtp_weight * known
-        second = torch.where(known, next2_targets.unsqueeze(-1), index)
+        has_next2 = (next2_targets != IGNORE).unsqueeze(-1)
+        share = mtp_weight * has_next2
+        second = torch.where(has_next2, next2_targets.unsqueeze(-1), index)
         same = second == index  # then both columns get the same number
         columns, whole = torch.cat((second, index), dim=-1), 1.0 + share
         parts = torch.cat((share + same, 1.0 + share * same), dim=-1) * (total / whole)

@@ -116,8 +116,8 @@ class LanguageModel(nn.Module):
 
     def compiled(self, compile: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Tensor]:
         """`forward` for training, where all rows have one length; `compile` as torch.compile."""
-        found: Callable[..., Tensor] = compile(self, dynamic=False, fullgraph=True)
-        return found
+        forward: Callable[..., Tensor] = compile(self, dynamic=False, fullgraph=True)
+        return forward
 
     def rope(self, length: int, dtype: Any, device: Any) -> Any:
         """Tables of positions for rows of `length` tokens, made once."""

@@ -226,10 +226,10 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
 
 def adamw_groups(model: nn.Module, lr: float, decay: float = 0.01) -> list[Group]:
     """Parameter groups of another model, all for AdamW; norms and biases do not decay. A tied weight counts once."""
-    known = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts = {
-        "matrices": [(name, parameter) for name, parameter in known if parameter.dim() > 1],
-        "vectors": [(name, parameter) for name, parameter in known if parameter.dim() <= 1],
+        "matrices": [(name, parameter) for name, parameter in trained if parameter.dim() > 1],
+        "vectors": [(name, parameter) for name, parameter in trained if parameter.dim() <= 1],
     }
     decays = {"matrices": decay, "vectors": 0.0}
     return [
@@ -261,14 +261,14 @@ def muon_groups(model: nn.Module, lr: float, matrix_lr: float, decay: float = 0.
 
 def _stacks(groups: Iterable[Group]) -> dict[tuple[int, int], int]:
     """Number of matrices by (rows, columns)."""
-    found: dict[tuple[int, int], int] = {}
+    stacks: dict[tuple[int, int], int] = {}
     for group in groups:
         if group.matrix:
             rows, cols = group.parameters[0][1].shape[-2:]
-            found[rows, cols] = found.get((rows, cols), 0) + sum(p.numel() for _, p in group.parameters) // (
+            stacks[rows, cols] = stacks.get((rows, cols), 0) + sum(p.numel() for _, p in group.parameters) // (
                 rows * cols
             )
-    return found
+    return stacks
 
 
 class MuonAdamW:
@@ -296,14 +296,14 @@ class MuonAdamW:
         rooms: list[_Room] = []
         if rounded and world.size == 1:
             self.room, rooms = _Room.of(rounded, compute_dtype)
-        known = {id(group): room for group, room in zip(rounded, rooms)}
+        room_of = {id(group): room for group, room in zip(rounded, rooms)}
         # Matrices are shared out whole, in teams that are small enough for that (sizes/memory.py); the rest among all.
         everyone, alone = collectives.Team(world.rank, world.size), ALONE
         team, copies = collectives.teams_of(team_size(_stacks(groups), world.size))
         self.buckets = [
-            Bucket(group, team, known.get(id(group)), copies)
+            Bucket(group, team, room_of.get(id(group)), copies)
             if group.matrix
-            else Bucket(group, everyone, known.get(id(group)), alone)
+            else Bucket(group, everyone, room_of.get(id(group)), alone)
             for group in groups
         ]
         self._muon = compile(muon_update) if compile else muon_update_in_few_launches if few_launches else muon_update

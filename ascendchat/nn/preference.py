@@ -1,7 +1,7 @@
 """Losses on pairs of replies, one preferred to the other: DPO, ORPO and SimPO, as functions of their log-probabilities.
 
-    found = preference("dpo", pairs, Weights(beta=0.1))       # `finetune --stage dpo`
-    found.loss, found.chosen, found.rejected                  # (P,) each: what is minimised, and the implicit rewards
+    result = preference("dpo", pairs, Weights(beta=0.1))      # `finetune --stage dpo`
+    result.loss, result.chosen, result.rejected               # (P,) each: what is minimised, and the implicit rewards
 
 Pure functions of (P,) tensors: sums of the log-probabilities of the tokens of each reply (nn/logprobs.py gives them),
 how many tokens that are, and for DPO the same sums by the model that training began with.
@@ -103,8 +103,8 @@ PREFERENCES: dict[str, Callable[[Pairs, Weights], Preference]] = {"dpo": dpo, "o
 
 def preference(name: str, pairs: Pairs, weights: Weights) -> Preference:
     """Compute the loss called `name`, plus that of SFT on the chosen replies."""
-    found = PREFERENCES[name](pairs, weights)
-    return found._replace(loss=found.loss - weights.sft * pairs.means[0]) if weights.sft else found
+    result = PREFERENCES[name](pairs, weights)
+    return result._replace(loss=result.loss - weights.sft * pairs.means[0]) if weights.sft else result
 
 
 def sequence_sums(values: Tensor, owner: Tensor, count: int) -> Tensor:

@@ -65,13 +65,13 @@ def share_out_weights(
 
 def whole_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Gather weights in the compute dtype into the host memory of rank 0; empty on the others. Every rank calls it."""
-    found: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         here = tensor.to(collectives.place())  # from the host, if its share waits there
         whole = here.full_tensor() if isinstance(here, DTensor) else here
         if collectives.world().rank == 0:
-            found[name] = whole.to("cpu", dtype if whole.is_floating_point() else None)
-    return found
+            gathered[name] = whole.to("cpu", dtype if whole.is_floating_point() else None)
+    return gathered
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""How long a run of `base` is: its tokens, steps and batch by the flags, or by the clock (--minutes), which chooses
-its depth and rows too.
+"""The length of a run of `base`: tokens, steps and batch by the flags, or by the clock (--minutes), which chooses depth
+and rows too.
 
     split, steps = plan_run(config, learner, corpora, saved, say)
 
@@ -43,7 +43,7 @@ Corpora = Sequence[tuple[Corpus, float]]  # with their weights in the mixture
 
 
 def shape_of(config: BaseConfig, vocab: int, depth: int | None = None) -> Shape:
-    """The model that the flags describe; `depth` where they say none."""
+    """Shape of the model that the flags describe; `depth` if they name none."""
     return Shape.from_depth(
         config.depth or depth or USUAL_DEPTH,
         vocab=vocab,
@@ -56,19 +56,19 @@ def shape_of(config: BaseConfig, vocab: int, depth: int | None = None) -> Shape:
 
 
 def token_budget(config: BaseConfig, shape: Shape) -> int:
-    """Tokens that the flags ask for; --steps and --minutes come on top."""
+    """Token budget of the flags, but for --steps and --minutes, which win over it."""
     if config.target_flops is not None:
         return config.tokens or max(1, int(config.target_flops / shape.train_flops_per_token))
     return config.tokens or horizon(shape, config.target_param_data_ratio)
 
 
 def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, total: int) -> tuple[Split, int]:
-    """How the devices share `total` tokens a step, unless another batch was asked for, and the steps over `tokens`."""
+    """Split `total` tokens a step, or the batch of the flags, over the devices; also the steps over `tokens`."""
     split = share_out(config, shape, device, config.total_batch_size or total)
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 
-def timed(fits: int, corpora: Corpora, seq_len: int, extra: int = 0, given: int | None = None) -> tuple[int, int]:
+def timed(fits: int, corpora: Corpora, seq_len: int, extra: int = 0, total_batch: int | None = None) -> tuple[int, int]:
     """Tokens and batch of a run with time for `fits` tokens. A step takes that of `extra` of them for the optimizer, a
     third of its time at most, unless its batch is `given`. No more than MAX_PASSES over the text; time left over goes
     into smaller steps."""
@@ -76,16 +76,16 @@ def timed(fits: int, corpora: Corpora, seq_len: int, extra: int = 0, given: int 
     while least < 2 * extra:
         least *= 2
     for _ in range(2):  # the batch follows the tokens
-        fits = max(1, int(room / (1 + extra / (given or batch_for(fits, least)))))
+        fits = max(1, int(room / (1 + extra / (total_batch or batch_for(fits, least)))))
     tokens = max(1, int(fits * min(1.0, MAX_PASSES / passes(corpora, fits))))
     batch, usual = batch_for(tokens, least, 2 * MIN_STEPS), batch_for(tokens, least)
     while batch < tokens and room < (TIME_LEFT if batch < usual else 1.0) * tokens * (1 + extra / batch):
         batch *= 2
-    return tokens, given or batch
+    return tokens, total_batch or batch
 
 
 def passes(corpora: Corpora, tokens: int) -> float:
-    """How often a run of `tokens` reads the corpus that it reads most often."""
+    """Number of times that a run of `tokens` reads the corpus that it reads most often."""
     whole = sum(weight for _, weight in corpora)
     return max(tokens * weight / whole / corpus.tokens for corpus, weight in corpora)
 
@@ -173,18 +173,18 @@ def measured_token_budget(
     config: BaseConfig, learner: TrainModel, corpora: Corpora, split: Split, say: Callable[[str], None]
 ) -> int:
     """Tokens that fit in --minutes, alike on all ranks: from the speed with the rows of `split`, or as many as fit."""
-    tried, found = [split], [0.0]
+    splits, speeds = [split], [0.0]
 
     def trial() -> None:
-        found.append(measured_speed(learner, first_batch(learner, tried[-1], corpora, config.seed)))
+        speeds.append(measured_speed(learner, first_batch(learner, splits[-1], corpora, config.seed)))
 
     def smaller() -> bool:
-        less = tried[-1].smaller()
-        tried.append(less or split)
+        less = splits[-1].smaller()
+        splits.append(less or split)
         return less is not None
 
     until_it_fits(trial, smaller, learner.model.zero_grad, learner.model, learner.device, say)
-    pace = torch.tensor(found[-1], device=collectives.place())
+    pace = torch.tensor(speeds[-1], device=collectives.place())
     collectives.all_reduce(pace, "min")  # a step waits for the slowest
     return max(1, int(pace.item() * collectives.world().size * (config.minutes or 0.0) * 60 * KEPT_SPEED))
 
@@ -198,16 +198,16 @@ def plan_run(
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     if config.minutes is None:
         return split, steps
-    given = split.total if config.total_batch_size or config.gradient_accumulation_steps else None
+    total_batch = split.total if config.total_batch_size or config.gradient_accumulation_steps else None
     if saved and "steps" in saved.state:  # not a model that was imported: train_stage refuses it
         total = saved.state["total_batch"]
         tokens = saved.state["steps"] * total
     else:
-        told = corpora, shape.seq_len, optimizer_tokens(shape), given
-        if given is None:
-            tokens, total = timed(expected_token_budget(config, shape, device.chip), *told)
+        arguments = corpora, shape.seq_len, optimizer_tokens(shape), total_batch
+        if total_batch is None:
+            tokens, total = timed(expected_token_budget(config, shape, device.chip), *arguments)
             split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
-        tokens, total = timed(measured_token_budget(config, learner, corpora, split, say), *told)
-    if given is None:
+        tokens, total = timed(measured_token_budget(config, learner, corpora, split, say), *arguments)
+    if total_batch is None:
         return steps_of(config, shape, device, tokens, total)
-    return split, config.num_iterations or max(1, round(tokens / given))
+    return split, config.num_iterations or max(1, round(tokens / total_batch))

@@ -125,7 +125,7 @@ def begin_from(origin: Checkpoint, optimizer: Optimizer, warm: bool) -> None:
 
 
 def batch_and_steps(config: ChatTrainConfig, shape: Shape, device: Device, rows: int) -> tuple[Split, int]:
-    """Batch and steps: `epochs` over all rows."""
+    """Batch, and steps for `epochs` over all rows."""
     total = config.total_batch_size or batch_for(int(rows * shape.seq_len * config.epochs), shape.seq_len)
     if config.target_examples_per_step:
         total = config.target_examples_per_step * shape.seq_len

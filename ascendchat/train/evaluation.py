@@ -33,8 +33,7 @@ def _no_metrics(rows: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a stage validates its model. Metrics are functions of the rows in a device batch, of which several fit where
-    training holds one."""
+    """Functions that validate a model, of the rows in a device batch."""
 
     evaluate: Callable[[int], dict[str, float]] = _no_metrics
     benchmark: Callable[[int], dict[str, float]] = _no_metrics  # takes longer

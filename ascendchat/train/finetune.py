@@ -216,18 +216,19 @@ def finetuning_optimizer(
 
 
 def trained_weights(theirs: Theirs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a checkpoint holds: adapters, or all. Every rank calls it."""
+    """Weights for a checkpoint: of the adapters, or all. Every rank calls it."""
     model = theirs.model
-    found = adapter_weights(model) if theirs.lora else dict(model.state_dict())
+    weights = adapter_weights(model) if theirs.lora else dict(model.state_dict())
     if theirs.mesh is None:
-        return found
+        return weights
     from ascendchat.nn.sharded import whole_weights
 
-    return whole_weights(found, dtype)
+    return whole_weights(weights, dtype)
 
 
 def checked(config: FinetuneConfig) -> FinetuneConfig:
-    """The config with what follows from it filled in; what contradicts itself or means nothing here is a UserError."""
+    """Fill in the defaults that depend on other fields; refuse flags that contradict each other or mean nothing
+    here."""
     if not config.start:
         raise UserError("name the model to fine-tune: --model DIR, a GGUF file, or OWNER/NAME that was fetched")
     if not config.data and config.stage != "sft":
@@ -242,9 +243,9 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
     bits = 4 if config.qlora else config.bits
     if bits:
         check_bits(lora, config.shard)
-    asked = [name for name in LORA_ONLY if getattr(config, name)]
-    if asked and not lora:
-        raise UserError(f"--{asked[0].replace('_', '-')} belongs to LoRA; add --lora, or leave it out")
+    lora_flags = [name for name in LORA_ONLY if getattr(config, name)]
+    if lora_flags and not lora:
+        raise UserError(f"--{lora_flags[0].replace('_', '-')} belongs to LoRA; add --lora, or leave it out")
     if config.bf16 and config.fp16:
         raise UserError("bf16 and fp16 exclude each other; give one of them")
     if config.muon and config.shard:
@@ -268,19 +269,19 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
 
 @contextmanager
 def finetuning_context(config: FinetuneConfig) -> Iterator[Context]:
-    """The training context. Of bf16 and fp16 what the device is good at is used, with a notice; float16 is used where
-    it is asked for and the device would rather take bfloat16."""
+    """The training context. --bf16 and --fp16 are followed where the device computes in that dtype, else a notice is
+    printed; a device whose default is bfloat16 also takes float16."""
     own = pick(config.device_type, compiled=config.compile).dtype if config.bf16 or config.fp16 else None
     with training_context(config, "fp16" if config.fp16 and own is torch.bfloat16 else None) as here:
-        asked = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else here.device.dtype
-        if asked is not here.device.dtype:
-            names = [str(dtype).removeprefix("torch.") for dtype in (asked, here.device.dtype)]
+        wanted = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else here.device.dtype
+        if wanted is not here.device.dtype:
+            names = [str(dtype).removeprefix("torch.") for dtype in (wanted, here.device.dtype)]
             here.say(f"{names[0]} is not used: {here.device.chip.name} computes in {names[1]}")
         yield here
 
 
 def lora_settings(config: FinetuneConfig) -> LoraSettings | None:
-    """The adapters that are asked for; None: all weights are trained."""
+    """Settings of the adapters; None: all weights are trained."""
     if not config.lora:
         return None
     rank = config.lora_rank or LoraSettings.rank
@@ -295,7 +296,7 @@ def lora_settings(config: FinetuneConfig) -> LoraSettings | None:
 
 
 def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
-    """The model that --model names, with its adapters, on the device."""
+    """Open the model of --model, with its adapters, on the device."""
     if config.lr_multiplier != 1.0:
         raise UserError("--lr-multiplier is of our own models (`ascendchat sft`); give --learning-rate")
     if config.bits:
@@ -322,24 +323,24 @@ def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
 
 
 def say_thoughts(template: ChatTemplate | None, say: Callable[[str], None]) -> None:
-    """What is learned from answers without thoughts, where the template writes something for them."""
+    """Say what the model learns from answers without thoughts, if the chat template writes something for them."""
     if template is None or template.generation:
         return
-    learned, asked = template.around_thoughts()
+    learned, prompted = template.around_thoughts()
     if learned.strip():
         say(
             f"an answer without thoughts is learned with the {learned.strip()!r} that the chat template writes before "
             "it, so the model learns not to think; --no-enable-thinking leaves that to prompts, if it can"
         )
-    if asked:
+    if prompted:
         say(
-            f"prompts open an answer by {asked!r}, which answers without thoughts lack: the model learns to answer "
+            f"prompts open an answer by {prompted!r}, which answers without thoughts lack: the model learns to answer "
             "without, and may do otherwise behind such a prompt"
         )
 
 
 def say_ends(tokenizer: HFTokenizer, say: Callable[[str], None]) -> None:
-    """How the end of a reply is learned, where no token of the chat template closes a turn."""
+    """Say how the end of a reply is learned, if no token of the chat template closes a turn."""
     template = tokenizer.template
     if template is None:
         return
@@ -356,7 +357,7 @@ def say_ends(tokenizer: HFTokenizer, say: Callable[[str], None]) -> None:
 
 
 def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> TrainModel:
-    """It with the kernel that runs here."""
+    """Choose the attention kernel and wrap the model for training."""
     device = here.device
     kernel, why = choose(device.type, device.dtype, theirs.model.shape.head_dim, config.attention)
     here.say(why)
@@ -366,20 +367,20 @@ def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> TrainMo
 
 
 def run_name(config: FinetuneConfig, theirs: Theirs) -> str:
-    """Where nobody says."""
+    """Default of --run."""
     if config.output_dir:
         return re.sub(r"[^\w.+=@-]+", "-", config.output_dir).strip("-.") or "finetuned"
     return f"{theirs.name}-{'lora' if theirs.lora else config.stage}"
 
 
 def located(names: Sequence[str], config: FinetuneConfig, say: Callable[[str], None]) -> tuple[str, ...]:
-    """Entries of --data or --validation, with those that --dataset-dir lists in their place; by default it is `data`,
-    as in LLaMA-Factory, where that folder has a dataset_info.json."""
+    """Resolve entries of --data or --validation by the dataset_info.json of --dataset-dir, which is `data` by default,
+    as in LLaMA-Factory."""
     return absolute(listed_data(names, config.dataset_dir, knows, usual=USUAL_DIR, say=say))
 
 
 def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixture:
-    """Rows to train on, and rows to validate on."""
+    """Open the rows to train on and those to validate on."""
     seq_len, tokenizer = theirs.model.shape.seq_len, theirs.tokenizer
     mixture = open_chat_mixture(
         config.data,
@@ -400,20 +401,20 @@ def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixt
 def batch_and_steps(config: FinetuneConfig, shape: HFShape, here: Context, rows: int) -> tuple[Split, int]:
     """Batch and steps: `epochs` over all rows. Rows per device times micro-batches, where these are given; else as many
     rows as leave enough steps."""
-    devices, asked = here.world.size, config.total_batch_size
+    devices, total = here.world.size, config.total_batch_size
     if config.target_examples_per_step:
-        asked = config.target_examples_per_step * shape.seq_len
-    elif not asked and config.device_batch_size:
-        asked = config.device_batch_size * (config.gradient_accumulation_steps or 1) * devices * shape.seq_len
+        total = config.target_examples_per_step * shape.seq_len
+    elif not total and config.device_batch_size:
+        total = config.device_batch_size * (config.gradient_accumulation_steps or 1) * devices * shape.seq_len
     usual = min(FINETUNE_ROWS, max(1, int(rows * config.epochs) // FEW_STEPS))
-    split = share_out(config, shape, here.device, asked or usual * shape.seq_len)
+    split = share_out(config, shape, here.device, total or usual * shape.seq_len)
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
 
 @torch.no_grad()
 def first_loss(stage: RowStage) -> float:
-    """The held-out loss of the model as it came."""
+    """Held-out loss of the model before training."""
     stage.model.eval()
     loss = stage.evaluate(0)["val_loss"]
     stage.model.train()
@@ -421,7 +422,7 @@ def first_loss(stage: RowStage) -> float:
 
 
 def write_model(theirs: Theirs, folder: Path, out: Path, here: Context) -> None:
-    """The trained model as a folder of Hugging Face's, or of peft's, unless it is there. Every rank calls it."""
+    """Write the trained model as a Hugging Face or peft folder, unless it is there already. Every rank calls it."""
     weights = trained_weights(theirs, here.device.dtype)
     if not here.main or (out.exists() and any(out.iterdir())):
         return

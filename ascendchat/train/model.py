@@ -1,4 +1,4 @@
-"""A model on its device as training sees it: kernel, compiled forward pass, loss.
+"""A model on its device for training: attention kernel, compiled forward pass, loss, captured micro-batches.
 
 learner = build(config, shape, here)
 learner.forward_backward(batch, weight)                  # gradients are added to those of earlier micro-batches
@@ -39,7 +39,7 @@ _Model = TypeVar("_Model", bound=LanguageModel)
 
 
 def say(sentence: str) -> None:
-    """To people, once."""
+    """Print on rank 0."""
     if collectives.world().rank == 0:
         print(sentence)
 
@@ -81,7 +81,7 @@ class TrainModel(Generic[_Model]):
 
     @property
     def packaged(self) -> list[str]:
-        """What packages compute here that a user may have installed or not."""
+        """Parts of the model that optional packages compute here."""
         ops, kernel = getattr(self.model, "ops", None), self.kernel
         used = {
             "attention": isinstance(kernel, Flash) and kernel.packaged >= self.model.shape.head_dim,
@@ -91,22 +91,22 @@ class TrainModel(Generic[_Model]):
 
     @cached_property
     def reader(self) -> Attention:
-        """The kernel for samples and scores, which read caches: the same where it can."""
-        asked = self.device.type, self.device.dtype, self.model.shape.head_dim
-        if self.kernel.refusal(*asked, decodes=True) is None:
+        """The kernel for samples and scores, which read KV caches: that of training where it can."""
+        where = self.device.type, self.device.dtype, self.model.shape.head_dim
+        if self.kernel.refusal(*where, decodes=True) is None:
             return self.kernel
-        kernel, why = choose(*asked, decodes=True)
+        kernel, why = choose(*where, decodes=True)
         say(f"samples and scores use another kernel, {why}")
         return kernel
 
     def mean_over(self, tokens: int) -> None:
-        """The tokens of this rank that the loss of a step is the mean of: the size of its gradients follows."""
+        """Set the number of this rank's tokens that the loss of a step is the mean of: fp8 scales gradients by it."""
         ops = getattr(self.model, "ops", None)
         if isinstance(ops, Fp8Ops):
             ops.mean_over(tokens)
 
     def documents(self, tokens: Tensor, lengths: NDArray[np.int32]) -> Documents | None:
-        """Where the documents of a batch lie, if its tokens are to keep to them; made once for all layers."""
+        """Borders of the documents in a batch, if attention keeps to them, else None; made once for all layers."""
         if not self.by_document:
             return None
         device, restarts = self.device, self.model.restarts
@@ -114,22 +114,22 @@ class TrainModel(Generic[_Model]):
             self.kernel, lengths, tokens, device.dtype, compiled=device.compiles, pin=device.pin, restarts=restarts
         )
 
-    def hidden(self, inputs: Tensor, known: Documents | None) -> Tensor:
-        """(B, T, C), compiled where that is sound."""
-        hidden: Tensor = self._forward(inputs, self.attend, self._rope, documents=known)
+    def hidden(self, inputs: Tensor, documents: Documents | None) -> Tensor:
+        """Hidden states (B, T, C) of inputs (B, T), compiled where that is sound."""
+        hidden: Tensor = self._forward(inputs, self.attend, self._rope, documents=documents)
         return hidden
 
     def loss(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
-        """`weight` times the sum of the nats of all targets; `mtp_weight` as in nn/loss.py."""
-        known = self.documents(batch.inputs, batch.lengths)
+        """`weight` times the sum of the nats of all targets; `mtp_weight`: see head_loss in nn/loss.py."""
+        documents = self.documents(batch.inputs, batch.lengths)
         return head_loss(
-            self.hidden(batch.inputs, known),
+            self.hidden(batch.inputs, documents),
             self.model.head,
             batch.targets,
             self.model.shape.vocab,
             weight=weight,
             mtp_weight=mtp_weight,
-            continues_document=None if known is None else known.continues_document,
+            continues_document=None if documents is None else documents.continues_document,
             scorer=self.score,
             products=self.products,
         )
@@ -157,7 +157,7 @@ class TrainModel(Generic[_Model]):
         return loss.detach()
 
     def captures(self, rows: int) -> bool:
-        """Whether micro-batches of so many rows are captured: they are short and always the same work. Several devices
+        """True if micro-batches of so many rows are captured: they are short and always the same work. Several devices
         were not tried."""
         model, device = self.model, self.device
         able = device.records_training and device.compiles and device.chip.graphs
@@ -197,15 +197,15 @@ class TrainModel(Generic[_Model]):
             self._keeps = True
 
     def nats(self, batch: Batch) -> Tensor:
-        """Nats of every target of a batch on the host, without gradient; 0 where nothing is scored."""
+        """Nats of every target of a batch on the host, for evaluation; 0 where nothing is scored."""
         inputs, targets = (torch.from_numpy(array).to(self.place) for array in (batch.inputs, batch.targets))
         hidden = self.model(inputs, self.attend, documents=self.documents(inputs, batch.lengths))
         return token_nats(hidden, self.model.head, targets, self.model.shape.vocab, self.model.cap)
 
 
 def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -> Ops:
-    """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/triton_training.py where that runs, and
-    with the MLP of a package, if it may be `packaged`."""
+    """Choose the operators of a block: 8-bit, the chip's own, or plain torch; with nn/triton_training.py where that
+    runs, and with the MLP of an optional package, if it may be `packaged`."""
     device = here.device
     heads: Heads | None = None
     if device.triton:
@@ -230,8 +230,8 @@ def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -
 
 
 def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True) -> TrainModel[GPT]:
-    """Model and kernel; weights are drawn on the host, so every device starts alike. `packaged`: False where what is
-    computed with gradients is compared with what is computed without, which a package rounds otherwise."""
+    """Make model and kernel; weights are drawn on the host, so every device starts alike. `packaged`: False where
+    values computed with gradients are compared with values computed without, which a package rounds otherwise."""
     device = here.device
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     here.say(reason)
@@ -252,7 +252,7 @@ def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = T
 
 
 def say_package(learner: TrainModel, here: Context) -> None:
-    """Whether rows are read by a package that the user has installed for that, and if not, why."""
+    """Say whether an optional package computes attention over rows, and if not, why."""
     if isinstance(learner.kernel, Flash):
         from ascendchat.device.cuda_attention import notice
 
@@ -261,7 +261,7 @@ def say_package(learner: TrainModel, here: Context) -> None:
 
 
 def optimizer_for(learner: TrainModel, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
-    """The optimizer of a model on its device; `made`: other groups than the usual ones."""
+    """Make the optimizer of a model; `made`: other groups than the default ones."""
     device, model = learner.device, learner.model
     compile = device.compile if device.compiles else None
     made = made or (groups(model, rates) if isinstance(model, GPT) else adamw_groups(model, rates["all"]))
@@ -272,7 +272,7 @@ def optimizer_for(learner: TrainModel, rates: dict[str, float], made: Sequence[G
 
 
 def random_micro_batch(learner: TrainModel, split: Split, seed: int = 0) -> MicroBatch:
-    """A micro-batch of random tokens, another one on every rank: to measure memory and speed."""
+    """Random tokens, others on every rank, to measure memory and speed."""
     generator = torch.Generator().manual_seed(seed + collectives.world().rank)
     size = (2, split.rows, split.seq_len)
     inputs, targets = torch.randint(0, learner.model.shape.vocab, size, generator=generator).to(learner.place)
@@ -285,7 +285,7 @@ SHORT = 0.01  # seconds at the chip's peak; a longer micro-batch hides its launc
 
 
 def short(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> bool:
-    """Whether a micro-batch is short by its time at the chip's peak, and has room in a graph: that keeps its
+    """True if a micro-batch is short, by its time at the chip's peak, and has room in a graph, which keeps its
     activations beside those of work outside of it."""
     held = training(shape, chip, 1, rows, checkpointing)
     twice = sum(held.values()) + held["activations"] + held["logits"] + held["workspace"]

@@ -78,7 +78,7 @@ _Config = TypeVar("_Config", bound=FinetuneConfig)
 
 
 def method_of(config: FinetuneConfig) -> str:
-    """The loss that is asked for: `--stage orpo` and `--stage dpo --pref-loss orpo` are the same."""
+    """Name of the loss: `--stage orpo` and `--stage dpo --pref-loss orpo` are the same."""
     if config.pref_loss == "sigmoid":
         return config.stage
     if config.stage not in ("dpo", config.pref_loss):
@@ -87,7 +87,7 @@ def method_of(config: FinetuneConfig) -> str:
 
 
 def check_numbers(config: FinetuneConfig) -> None:
-    """Refuse a number that the loss would not use: a run would seem to have it."""
+    """Refuse a hyperparameter that the loss would not use."""
     method = method_of(config)
     for name, losses in TAKEN_BY.items():
         if getattr(config, name) and method not in losses:
@@ -98,7 +98,7 @@ def check_numbers(config: FinetuneConfig) -> None:
 
 
 def weights_of(method: str, options: PreferenceOptions) -> Weights:
-    """The numbers of the loss."""
+    """Hyperparameters of the loss."""
     gamma = GAMMA if options.simpo_gamma is None else options.simpo_gamma
     return Weights(
         beta=options.pref_beta or BETAS[method],
@@ -110,7 +110,7 @@ def weights_of(method: str, options: PreferenceOptions) -> Weights:
 
 @dataclass(frozen=True)
 class _UploadedPairs:
-    """What one forward pass takes, on the device. R rows of T tokens, S segments, P pairs."""
+    """One micro-batch of pairs on the device. R rows of T tokens, S segments, P pairs."""
 
     inputs: Tensor  # (R, T)
     targets: Tensor  # (R, T), IGNORE but on the replies
@@ -185,7 +185,7 @@ class PreferenceStage(RowStage):
 
     def upload(self, batch: PairBatch, step_pairs: int) -> _UploadedPairs:
         put = partial(to_device, place=self.learner.place, pin=self.learner.device.pin)
-        known = None if self.reference is None else self.reference[torch.from_numpy(batch.number)]
+        reference = None if self.reference is None else self.reference[torch.from_numpy(batch.number)]
         return _UploadedPairs(
             put(batch.inputs),
             put(batch.targets),
@@ -194,7 +194,7 @@ class PreferenceStage(RowStage):
             put(batch.chosen),
             put(batch.rejected),
             put(batch.tokens, dtype=torch.float32),
-            None if known is None else put(known, dtype=torch.float32),
+            None if reference is None else put(reference, dtype=torch.float32),
             step_pairs,
         )
 
@@ -207,29 +207,29 @@ class PreferenceStage(RowStage):
         return torch.stack((every[batch.chosen], every[batch.rejected]), dim=1)
 
     def compared(self, batch: _UploadedPairs) -> tuple[Preference, dict[str, Tensor]]:
-        """The loss of every pair, and what is measured of it, (P,) each."""
-        sums, known = self.sums(batch), batch.reference
-        references = () if known is None else known.unbind(1)
-        found = preference(self.method, Pairs(*sums.unbind(1), *batch.tokens.unbind(1), *references), self.numbers)
+        """Losses and metrics of all pairs, (P,) each."""
+        sums, reference = self.sums(batch), batch.reference
+        references = () if reference is None else reference.unbind(1)
+        result = preference(self.method, Pairs(*sums.unbind(1), *batch.tokens.unbind(1), *references), self.numbers)
         means = (sums.detach() / batch.tokens).unbind(1)
-        return found, {
-            "accuracy": (found.chosen > found.rejected).float(),
-            "margin": found.chosen - found.rejected,
-            "reward_chosen": found.chosen,
-            "reward_rejected": found.rejected,
+        return result, {
+            "accuracy": (result.chosen > result.rejected).float(),
+            "margin": result.chosen - result.rejected,
+            "reward_chosen": result.chosen,
+            "reward_rejected": result.rejected,
             "logprob_chosen": means[0],  # per token
             "logprob_rejected": means[1],
         }
 
     def forward_backward(self, batch: _UploadedPairs, scale: float = 1.0) -> Loss:  # type: ignore[override]
-        """Every pair of the step weighs the same. The loop takes the mean over the ranks."""
-        found, measured = self.compared(batch)
+        """Add the gradients of the pairs; every pair of the step weighs the same, whichever rank has it."""
+        result, metrics_of_pairs = self.compared(batch)
         share = self.split.devices / batch.step_pairs
-        metrics = {name: value.sum() * share for name, value in measured.items()}
-        return Loss(found.loss.sum() * (share * scale), metrics).backward()
+        metrics = {name: value.sum() * share for name, value in metrics_of_pairs.items()}
+        return Loss(result.loss.sum() * (share * scale), metrics).backward()
 
     def probe(self) -> _UploadedPairs:
-        """The first bins: a bin is as large as any other."""
+        """The first bins: all bins have one size."""
         batches = PairBatches(self.mixture.sources, self.split.rows)
         return self.upload(batches.batch(0), batches.targets(0))
 
@@ -245,7 +245,7 @@ class PreferenceStage(RowStage):
 
     @torch.no_grad()
     def reference_table(self) -> Tensor:
-        """(pairs, 2) by the weights as they are now, of all pairs of the mixture, on the host."""
+        """Log-probabilities (pairs, 2) of all pairs of the mixture by the weights as they are now, on the host."""
         every = self.mixture.every
         table = torch.zeros(sum(rows.pairs for rows in every), 2, device=self.learner.place)
         self.model.eval()
@@ -259,16 +259,18 @@ class PreferenceStage(RowStage):
         return table.cpu()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Means over the pairs that are not trained on; nothing without any."""
+        """Mean metrics of the held-out pairs; empty without any."""
         total: Tensor | None = None
         names: tuple[str, ...] = ()
         for index in range(len(self.mixture.sources), len(self.mixture.every)):
             for batch, own in self.all_bins(index):
-                found, measured = self.compared(self.upload(batch, 1))
+                result, metrics = self.compared(self.upload(batch, 1))
                 if not own:
                     continue
-                values = {"val_loss": found.loss, **{f"val_{name}": value for name, value in measured.items()}}
-                row = torch.stack([*(value.sum() for value in values.values()), found.loss.new_tensor(len(found.loss))])
+                values = {"val_loss": result.loss, **{f"val_{name}": value for name, value in metrics.items()}}
+                row = torch.stack(
+                    [*(value.sum() for value in values.values()), result.loss.new_tensor(len(result.loss))]
+                )
                 total, names = row if total is None else total + row, tuple(values)
         return averaged(total, names, self.learner.place)
 
@@ -293,7 +295,7 @@ def pair_rates(step: int, *, steps: int, curve: Curve, config: FinetuneConfig) -
 
 
 def averaged(total: Tensor | None, names: tuple[str, ...], place: torch.device) -> dict[str, float]:
-    """Sums and a count on each rank -> means over all; a rank may have seen nothing."""
+    """Means over all ranks from the sums and a count of each; a rank may have seen nothing."""
     every = collectives.gather_objects(names)
     names = next((found for found in every if found), ())
     if not names:
@@ -305,7 +307,7 @@ def averaged(total: Tensor | None, names: tuple[str, ...], place: torch.device) 
 
 
 def doubled(shape: Any) -> Any:
-    """The shape whose rows are bins: two rows of T tokens take as much room as one of 2 T."""
+    """Shape for planning memory: a bin, two rows of T tokens, takes as much as one row of 2 T."""
     if isinstance(shape, HFShape):
         counted = replace(shape.counted, seq_len=2 * shape.seq_len)
         return replace(shape, seq_len=2 * shape.seq_len, counted=counted)
@@ -329,7 +331,7 @@ def batch_and_steps(config: FinetuneConfig, shape: Any, device: Device, mixture:
 
 
 def usual_rate(config: FinetuneConfig, learner: TrainModel) -> float | None:
-    """The learning rate of a Hugging Face model; ours have others."""
+    """Learning rate of a Hugging Face model; our own models have one per group."""
     if config.learning_rate or isinstance(learner.model, GPT):
         return config.learning_rate
     adapters = not all(parameter.requires_grad for parameter in learner.model.parameters())
@@ -337,12 +339,12 @@ def usual_rate(config: FinetuneConfig, learner: TrainModel) -> float | None:
 
 
 def for_pairs(config: _Config) -> _Config:
-    """The config, if it makes sense for pairs; tokens see their own document only."""
+    """Check the config for training on pairs; attention keeps to documents."""
     method_of(config)
     if not config.data:
         raise UserError("name the pairs to learn from: --data FILE with the columns prompt, chosen and rejected")
-    if asked := next((name for name in NOT_HERE if getattr(config, name)), ""):
-        raise UserError(f"--{asked.replace('_', '-')} means nothing for pairs; leave it out")
+    if name := next((name for name in NOT_HERE if getattr(config, name)), ""):
+        raise UserError(f"--{name.replace('_', '-')} means nothing for pairs; leave it out")
     if config.attend == "row":
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
     return replace(config, attend="document")
@@ -415,7 +417,7 @@ class Reference:
         self.fingerprint = hashlib.sha256("\n".join(belongs_to).encode()).hexdigest()[:16]
 
     def read(self) -> Tensor | None:
-        """What was written for the same model and pairs, if it is whole."""
+        """The table on disk, if it is whole and belongs to this model and these pairs; else None."""
         try:
             about = json.loads(self.about.read_text(encoding="utf-8"))
             if about["fingerprint"] != self.fingerprint or about["sha256"] != sha256(self.path):
@@ -425,24 +427,24 @@ class Reference:
             return None
 
     def read_or_make(self, make: Callable[[], Tensor], here: Context) -> Tensor:
-        """On all ranks; `make` is asked on all of them, or on none."""
-        found: Tensor | None = collectives.broadcast_object(self.read() if here.main else None)
-        if found is not None:
+        """The table on all ranks: read, or made by all of them."""
+        table: Tensor | None = collectives.broadcast_object(self.read() if here.main else None)
+        if table is not None:
             here.say(f"log-probabilities of the reference: read from {self.path}")
-            return found
+            return table
         here.say("log-probabilities of the reference: computed once, for all pairs")
         return make()
 
     def write(self, table: Tensor, say: Callable[[str], None] = print) -> None:
-        """Unless it is there already. Without the file it is computed again when the run goes on."""
+        """Write the table, unless it is there already. Without the file it is computed again when the run resumes."""
         try:
             self._write(table)
         except UNWRITTEN as error:
             say(f"log-probabilities of the reference: not kept in {self.path} ({error}); training goes on")
 
     def _write(self, table: Tensor) -> None:
-        known = self.read()
-        if known is not None and torch.equal(known, table):
+        old = self.read()
+        if old is not None and torch.equal(old, table):
             return
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         write_weights(beside, {NAME: table})

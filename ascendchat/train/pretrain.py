@@ -59,7 +59,7 @@ PROMPTS = ("", "The capital of", "北京")
 
 
 class _Text(NamedTuple):
-    """What a base model reads."""
+    """Corpora and tokenizer of a base model."""
 
     config: BaseConfig  # with paths that later commands find from any directory
     corpora: list[tuple[Corpus, float]]
@@ -120,16 +120,16 @@ def samples(learner: TrainModel, tokenizer: Tokenizer) -> list[str]:
 
 
 def check_one_length(config: BaseConfig) -> None:
-    """One flag says how long the run is."""
-    asked = {"--minutes": config.minutes, "--tokens": config.tokens, "--target-flops": config.target_flops}
-    asked["--steps"] = config.num_iterations
-    given = [flag for flag in asked if asked[flag] is not None]
-    if len(given) > 1:
-        raise UserError(f"{given[0]} and {given[1]} both say how long the run is; give one of them")
+    """Refuse two flags that both say how long the run is."""
+    lengths = {"--minutes": config.minutes, "--tokens": config.tokens, "--target-flops": config.target_flops}
+    lengths["--steps"] = config.num_iterations
+    flags = [flag for flag in lengths if lengths[flag] is not None]
+    if len(flags) > 1:
+        raise UserError(f"{flags[0]} and {flags[1]} both say how long the run is; give one of them")
 
 
 def open_training_text(config: BaseConfig, here: Context) -> _Text:
-    """The corpora of --data and their tokenizer."""
+    """Open the corpora of --data and their tokenizer."""
     data, folder = find_data(config)
     corpora, tokenizer = open_corpora(data), Tokenizer.load(folder)
     if tokenizer.fingerprint != corpora[0][0].tokenizer:
@@ -143,7 +143,7 @@ def open_training_text(config: BaseConfig, here: Context) -> _Text:
 
 
 def check_tokenizer(own: Path, text: _Text) -> None:
-    """Of a run that is to go on: the usual tokenizer may have been trained anew since."""
+    """Refuse to resume with another tokenizer: the default one may have been trained anew since."""
     if own.is_dir() and Tokenizer.load(own).fingerprint != text.tokenizer.fingerprint:
         raise UserError(
             f"{own.parent} was begun with another tokenizer than that of {text.config.tokenizer}; go on with its own "
@@ -152,7 +152,7 @@ def check_tokenizer(own: Path, text: _Text) -> None:
 
 
 def open_core(config: BaseConfig) -> list[core.CoreTask]:
-    """The tasks for --core-metric-every; what they need and is not there is said at the start."""
+    """Load the tasks for --core-metric-every; missing files are an error at the start."""
     if config.core_metric_every <= 0:
         return []
     bundle = home() / "data" / "core"
@@ -215,8 +215,8 @@ def run(config: BaseConfig) -> int:
 
 
 def find_data(config: BaseConfig) -> tuple[list[str], Path]:
-    """The prepared corpora and their tokenizer. Without --data: what `data prepare` wrote by default, else the embedded
-    corpus, which rank 0 makes once, if the run is small enough for it."""
+    """Find the prepared corpora and their tokenizer. Without --data: those that `data prepare` wrote by default, else
+    the embedded corpus, which rank 0 makes once, if the run is small enough for it."""
     tokenizer = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
     if config.tokenizer and not tokenizer.is_dir():
         raise UserError(f"there is no folder {tokenizer}; name that of the tokenizer which prepared the data")
@@ -254,7 +254,7 @@ def _embedded_is_ready(corpus: Path, tokenizer: Path) -> bool:
 
 
 def check_embedded(config: BaseConfig) -> None:
-    """The embedded corpus is for tiny models: a longer run, unless it asks for it by name, is told how to get text."""
+    """Refuse to read the embedded corpus too often: a longer run has to name it, or get real text."""
     if config.minutes is not None:
         return
     tokens = token_budget(config, shape_of(config, EMBEDDED_VOCAB))

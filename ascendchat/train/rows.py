@@ -37,57 +37,57 @@ from ascendchat.train.start import kept, learning_rate, most_rows
 
 
 def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total: int, beside: int = 0) -> Split:
-    """How the devices share `total` tokens a step; `beside`: bytes of each that something else needs. Without a total
-    from the user, rows per device and micro-batches are the total where both are given."""
+    """Split `total` tokens a step over the devices; `beside`: bytes of each that something else needs. Without a total
+    from the user, rows per device times micro-batches are the total where both are given."""
     fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, collectives.world().size
-    asked, examples = config.gradient_accumulation_steps, getattr(config, "target_examples_per_step", None)
+    accumulation, examples = config.gradient_accumulation_steps, getattr(config, "target_examples_per_step", None)
     if examples and config.total_batch_size:
         raise UserError("--target-examples-per-step and --total-batch-size say the same thing; give one of them")
-    given = f"--target-examples-per-step {examples}" if examples else f"--total-batch-size {config.total_batch_size}"
+    flag = f"--target-examples-per-step {examples}" if examples else f"--total-batch-size {config.total_batch_size}"
     free = not (examples or config.total_batch_size)
-    if free and fixed and asked:
-        return Split(size, fixed, asked, shape.seq_len)
+    if free and fixed and accumulation:
+        return Split(size, fixed, accumulation, shape.seq_len)
     if isinstance(shape, HFShape):
         rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, beside=beside, **kept(config))
         split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
     else:
         split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing, beside=beside)
-    if asked is not None and free:
-        return replace(split, accumulation=asked)
-    if asked is not None and asked != split.accumulation:
+    if accumulation is not None and free:
+        return replace(split, accumulation=accumulation)
+    if accumulation is not None and accumulation != split.accumulation:
         raise UserError(
-            f"--gradient-accumulation-steps {asked} does not fit {given}: with "
+            f"--gradient-accumulation-steps {accumulation} does not fit {flag}: with "
             f"{split.devices} device(s) and {split.rows} rows of {split.seq_len} it takes {split.accumulation}"
         )
     return split
 
 
 def curve(config: TrainConfig, steps: int, usual: Curve) -> Curve:
-    """The learning rate over `steps`: as usual in the stage, but for what was asked for."""
+    """Schedule of the learning rate over `steps`: that of the stage, `usual`, changed by the flags."""
     if config.warmup_steps is not None and config.warmup_ratio is not None:
         raise UserError("--warmup-steps and --warmup-ratio say the same thing; give one of them")
     ratio = None if config.warmup_ratio is None else round(config.warmup_ratio * steps)
-    asked = {"warmup": config.warmup_steps if ratio is None else ratio, "warmdown": config.warmdown_ratio}
-    asked["final"] = config.final_lr_frac
-    return Curve(**{**asdict(usual), **{name: value for name, value in asked.items() if value is not None}})
+    flags = {"warmup": config.warmup_steps if ratio is None else ratio, "warmdown": config.warmdown_ratio}
+    flags["final"] = config.final_lr_frac
+    return Curve(**{**asdict(usual), **{name: value for name, value in flags.items() if value is not None}})
 
 
 def learning_rates(config: TrainConfig, shape: Sizes, total: int) -> dict[str, float]:
-    """Of each group of parameters, for steps of `total` tokens."""
+    """Learning rate of each group of parameters, for steps of `total` tokens."""
     if isinstance(shape, HFShape):
         return {"all": learning_rate(shape, getattr(config, "learning_rate", None))}
-    asked = {
+    flags = {
         "matrix": config.matrix_lr,
         "embedding": config.embedding_lr,
         "unembedding": config.unembedding_lr,
         "scalar": config.scalar_lr,
     }
-    rates = schedule.rates(shape.dim, total, **asked)
+    rates = schedule.rates(shape.dim, total, **flags)
     return {name: rate * config.lr_multiplier for name, rate in rates.items()}
 
 
 def mixed(*numbers: int) -> int:
-    """A seed of 63 bits for each list of numbers, different in the last 32 too, which is all that a CPU takes."""
+    """Hash numbers to a seed of 63 bits whose last 32, all that a CPU takes, differ too."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) % 2**63
 
 
