@@ -13,7 +13,7 @@ from ascendchat.data.chat import formats
 from ascendchat.data.chat.tables import TableRow
 from ascendchat.data.chat.template import Conversation
 from ascendchat.doctor import explain, explain_rules
-from ascendchat.rl.rewards import Asked, Judge
+from ascendchat.rl.rewards import Judge, JudgeRequest
 from ascendchat.tasks import named
 from ascendchat.tasks.base import Task
 
@@ -58,7 +58,9 @@ def test_a_reward_is_a_task_and_a_branch(monkeypatch: pytest.MonkeyPatch) -> Non
     task = named.load("parity")
     judge = Judge()
     try:
-        verdicts = judge.verdicts([Asked(task, 3, "odd"), Asked(task, 3, "even"), Asked(task, 4, " even ")])
+        verdicts = judge.verdicts(
+            [JudgeRequest(task, 3, "odd"), JudgeRequest(task, 3, "even"), JudgeRequest(task, 4, " even ")]
+        )
     finally:
         judge.close()
     assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 1.0]

@@ -8,7 +8,7 @@
 `window` counts the token itself: 1 sees only itself, T or more sees everything. Queries are aligned to the last key.
 A kernel that was asked for and cannot run is an error; nothing falls back silently. `bounds` says where documents end:
 
-    bounds = documents(kernel, lengths, tokens, dtype).bounds    # once per batch (B, T), for all layers: documents.py
+    bounds = documents(kernel, lengths, tokens, dtype).bounds    # nn/attention.py, once per batch (B, T)
 
 The file of a chip offers its own kernels, `attention_kernels()`, which may build on these; nn/attention.py chooses.
 """

@@ -189,9 +189,6 @@ def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = N
     split, raised = _share_out(config, total, config.devices, model.seq_len, rows)
     steps = max(1, tokens // split.total)
     parts = train_parts(config, model, chip, config.devices, split.rows)
-    if isinstance(model, Shape):
-        sizes = model, chip, config.devices, split.rows, config.activation_checkpointing
-        parts = {**parts, "mean_of_weights": memory.mean_on_device(*sizes)}
     exchanged, recompute = _exchanged(config, model, chip), _recompute(config, model)
     flops, fabric = _flops(config, model), fabric_of(config)
     in_one_node = _exchanged(config, model, chip, min(config.devices, chip.devices_per_node))

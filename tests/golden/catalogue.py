@@ -32,7 +32,7 @@ PARTS = {
     "TooLarge": ["plan.goals"],
     "ValueError": ["data.read", *(f"data.chat.{name}" for name in ("formats", "turns", "pairs", "tables", "template"))],
 }
-PARTS["ValueError"] += ["tasks.choice", "tasks.files", "tasks.gsm8k"]
+PARTS["ValueError"] += ["tasks.multiple_choice", "tasks.eval_files", "tasks.gsm8k"]
 # Methods that are called in one module and defined in others: those begin like this.
 DEFINED_IN = {
     "refusal": ("ascendchat.device.attention", "ascendchat.device.cuda_attention", "ascendchat.device.npu_att")

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ascendchat.device import pick
 from ascendchat.device.cuda_attention import Flash
-from ascendchat.nn.attention import Reference
-from ascendchat.nn.documents import documents
+from ascendchat.nn.attention import Reference, documents
 from ascendchat.nn.gpt import GPT, PlainOps, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.sizes.shape import Shape
