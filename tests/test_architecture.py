@@ -77,7 +77,7 @@ NAMES_HARDWARE: set[str] = set()
 # Packages whose __init__ holds more than a docstring and re-exports.
 CODE_IN_INIT: set[str] = {"config"}
 # module -> private names of other files that it uses.
-FOREIGN_PRIVATE: dict[str, str] = {"engine.engine": "_steps", "rl.invariant": "_rope"}
+FOREIGN_PRIVATE: dict[str, str] = {"engine.engine": "_steps"}
 # Names that several classes have which other files import.
 SAME_NAME: set[str] = set(
     (
