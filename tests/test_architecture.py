@@ -80,7 +80,7 @@ CODE_IN_INIT: set[str] = {"config"}
 FOREIGN_PRIVATE: dict[str, str] = {"engine.engine": "_steps"}
 # Names that several classes have which other files import.
 SAME_NAME: set[str] = set(
-    ("Asked Connection Failure Job Link Model Part Piece Pool Problem Reference Reply Result Sizes").split()
+    ("Asked Connection Failure Job Link Model Part Piece Pool Problem Reference Reply Result").split()
 )
 # A docstring is a sentence with a subject or a verb: none begins like this.
 OPENINGS = re.compile(r"(?:Of|The same|As|What|Whether|Who|How|Where|When)\b")
