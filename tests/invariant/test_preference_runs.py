@@ -20,6 +20,7 @@ import torch
 import warm_process
 from preference_runs import STEPS, config_of, train, write_pairs
 
+from ascendchat.data.chat.pairs import PairBatches
 from ascendchat.errors import UserError
 from ascendchat.nn.preference import Pairs, preference
 from ascendchat.processes import free_port
@@ -110,7 +111,7 @@ def test_a_packed_step_has_the_loss_and_the_gradients_of_its_pairs_one_by_one(pl
 
 def split_batches(stage: PreferenceStage, step: int) -> list[Any]:
     mine = stage.split.rows * stage.split.accumulation
-    return [stage.batches(mine).batch(step)]
+    return [PairBatches(stage.mixture.sources, mine).batch(step)]
 
 
 @pytest.mark.slow
