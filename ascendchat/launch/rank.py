@@ -22,7 +22,8 @@ LOOK = 0.05  # seconds between two looks at ranks that shall end
 
 
 def begin(words: list[str]) -> None:
-    """Send all output to one file, write the pid file and become the program; the process id stays."""
+    """Take no input, send all output to one file, write the pid file and become the program; the process id stays."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(1, 2)
     own = os.getpid()
     Path(f"{os.environ[RANK_FILES]}{os.environ['RANK']}.pid").write_text(f"{own} {started(own)}", encoding="ascii")

@@ -31,7 +31,7 @@ from ascendchat.config.language import translate
 from ascendchat.errors import OutOfMemory, UserError
 from ascendchat.launch.plan import LaunchPlan, say
 from ascendchat.launch.rank import end_groups
-from ascendchat.processes import RANK_FILES, SMALLER, status_of
+from ascendchat.processes import RANK_FILES, SMALLER, ChildProcess, status_of
 
 MAX_SMALLER = 16  # restarts with a smaller batch; a program that is not ours may end with the same status for ever
 MAX_CAUSE = 300  # characters of a rank's error
@@ -123,7 +123,7 @@ class _Agent(LocalElasticAgent):
             end_groups(self.plan.logs, self.plan.prefix)
             self.failed = first_failure(result.failures, self.logs.folder, self.plan.node_rank == 0)
             if not self._starts_again(self.failed):
-                self._remaining_restarts = 0
+                self._remaining_restarts = 0  # as torchrun itself does it where a restart is of no use
         return result
 
     def _starts_again(self, failed: Failed) -> bool:
@@ -190,13 +190,13 @@ def _surroundings(plan: LaunchPlan, grace: float) -> Iterator[None]:
         sys.stdout.reconfigure(line_buffering=True)  # a line of rank 0 is shown when it is written, also in a pipe
     before = {number: signal.getsignal(number) for number in SIGNALS}
     words = [sys.executable, "-m", "ascendchat.launch.rank", "guard", str(plan.logs), plan.prefix, str(grace)]
-    guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+    guard = ChildProcess.start(words, log=torchrun_log(plan), stdin=subprocess.PIPE)
     try:
         yield
     finally:
         end_groups(plan.logs, plan.prefix)
         guard.kill()
-        guard.communicate()
+        guard.process.communicate()
         for number, previous in before.items():
             signal.signal(number, previous)
         _logger.removeHandler(handler)
