@@ -140,7 +140,7 @@ def content_of(response: httpx.Response) -> Any:
 
 
 def error_of(response: httpx.Response) -> Exception:
-    """The error of a response other than 200: RetryLater, ValueError (bad request) or UserError (server or key)."""
+    """The error of a response other than 200: RetryLater, ValueError (bad request), UserError (bad server or key)."""
     status, host = response.status_code, response.request.url.host
     try:
         message = message_in(response.json())
