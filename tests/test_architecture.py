@@ -324,7 +324,7 @@ def classes_and_users() -> dict[tuple[str, str], bool]:
     return {
         (node.name, module): any(node.name in words[user] for user in users[module] if user != path)
         for module, path in MODULES.items()
-        if not within(module, "models.ours")
+        if not within(module, "models.remote_code")
         for node in tree_of(path).body
         if isinstance(node, ast.ClassDef)
     }

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ascendchat.checkpoint import Checkpoint, to_continue
+from ascendchat.checkpoint import to_continue
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
@@ -27,8 +27,8 @@ from ascendchat.data.toyworld import LANGUAGES
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Generator, Sampling, prompt_room
 from ascendchat.errors import UserError
+from ascendchat.models.open import ModelSource, OwnCheckpoint
 from ascendchat.models.shape import HFShape
-from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.logprobs import Drawn, Float32Readout, Readout, head_logprobs
 from ascendchat.parallel import collectives
@@ -51,7 +51,7 @@ from ascendchat.tasks.base import Task
 from ascendchat.train.model import TrainModel
 from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context
-from ascendchat.train.start import Beginning, begin_with_ours, begin_with_theirs, only_weights
+from ascendchat.train.start import InitialModel, initial_model
 
 MAX_SLOTS = 256  # of the engine
 BUSY_TOKENS = 1 << 15  # in a micro-batch: more make no device faster
@@ -78,11 +78,11 @@ def run(config: RlConfig) -> int:
     check_addresses(config.rollouts)
     with training_context(config) as here, ExitStack() as stack:
         config = replace(config, attend=config.attend or "document")
-        begin = begin_with_theirs(config, here) or begin_with_ours(config, here, "rl")
-        origin, tokenizer, learner = begin.origin, begin.tokenizer, begin.learner
+        begin = initial_model(config, here, "rl")
+        origin, tokenizer, learner = begin.source, begin.tokenizer, begin.learner
         here.say(f"starting from {origin.folder}")
         shape, config = learner.model.shape, begin.config
-        data = absolute(config.data or default_questions(begin.learnt_from))
+        data = absolute(config.data or default_questions(begin.trained_on))
         config = replace(config, data=data)
         room = prompt_room(shape.seq_len, config.max_new_tokens)
         if config.max_new_tokens >= shape.seq_len:  # an answer ends with its row, and lengths are measured by that
@@ -94,7 +94,7 @@ def run(config: RlConfig) -> int:
         drawn = Drawn(shape.vocab, config.temperature, config.top_k, learner.model.softcap, readout=readout_of(learner))
         slots = config.slots or min(MAX_SLOTS, answers)
         engine = cache(lambda: engine_of(learner, tokenizer, slots, drawn.readout))
-        folder = run_folder(config.run or begin.run, "rl")
+        folder = run_folder(config.run or begin.name, "rl")
         generator = stack.enter_context(generator_of(config, engine, slots, begin, folder, here))
         batches = max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
         steps = config.num_iterations or batches * config.updates
@@ -106,18 +106,23 @@ def run(config: RlConfig) -> int:
         exam = examinations(data, config.source)
         stage = RlStage(policy_loss, split, steps, engine, source, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
-        if not saved and isinstance(learner.model, GPT):  # others were opened with their weights
-            stage.optimizer.load(only_weights(begin.origin.reader()), 0)
+        if not saved:
+            begin.load_weights(stage.optimizer)
         facts = {"method": asdict(stage.method), "learning_rates": stage.learning_rates, "start": str(origin.folder)}
         return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=begin.add_files)
 
 
 @contextmanager
 def generator_of(
-    config: RlConfig, engine: Callable[[], Engine], slots: int, begin: Beginning[RlConfig], folder: Path, here: Context
+    config: RlConfig,
+    engine: Callable[[], Engine],
+    slots: int,
+    begin: InitialModel[RlConfig],
+    folder: Path,
+    here: Context,
 ) -> Iterator[Generator]:
     """The generator of rollouts: an engine around the weights that are trained, or servers."""
-    shape, origin = begin.learner.model.shape, begin.origin
+    shape, origin = begin.learner.model.shape, begin.source
     named = config.rollouts != ("local",)
     if not named and not config.rollout_devices and not config.inference_engine:
         yield engine()
@@ -260,12 +265,12 @@ def scorer_of(learner: TrainModel) -> Callable[[list[int]], list[float]]:
     return score
 
 
-def reference_of(config: RlConfig, learner: TrainModel, origin: Checkpoint) -> TrainModel | None:
+def reference_of(config: RlConfig, learner: TrainModel, origin: ModelSource) -> TrainModel | None:
     """A frozen copy of the initial model, if --kl asks for one."""
     if not config.kl:
         return None
     model = deepcopy(learner.model).requires_grad_(False)
-    if isinstance(model, GPT):  # others were opened with their weights
+    if isinstance(origin, OwnCheckpoint):  # others were opened with their weights
         model.load_state_dict(origin.model(learner.place))
     return type(learner)(model, learner.kernel, learner.device, learner.place, by_document=learner.by_document)
 

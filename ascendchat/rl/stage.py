@@ -26,8 +26,8 @@ from ascendchat.engine.engine import Engine
 from ascendchat.engine.padding import to_device
 from ascendchat.engine.request import Completion
 from ascendchat.errors import UserError, of_rank
-from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
-from ascendchat.models.trained import HFSource
+from ascendchat.eval.chat_tasks import GeneratorChooser, TaskEvaluator, evaluate_task
+from ascendchat.models.open import ModelSource
 from ascendchat.nn import IGNORE
 from ascendchat.nn.logprobs import Drawn, head_logprobs, head_objective
 from ascendchat.parallel import collectives
@@ -72,7 +72,7 @@ class RlStage(Stage):
         exam: Sequence[Task],
         tokenizer: Tokenizer,
         config: RlConfig,
-        origin: Checkpoint | HFSource,
+        origin: ModelSource,
         folder: Path,
     ) -> None:
         self.policy_loss, self.split, self.steps = policy_loss, split, steps
@@ -293,14 +293,14 @@ class RlStage(Stage):
             return {}
         engine = self.engine()
         engine.renew(self.source.schedule.version)
-        examiner = Examiner(
+        evaluator = TaskEvaluator(
             self.tokenizer,
             GeneratorChooser(engine),
             engine,
             max_tokens=self.config.max_new_tokens,
             max_rows=self.config.eval_examples,
         )
-        results = {task.name: examine(task, examiner).accuracy for task in self.exam}
+        results = {task.name: evaluate_task(task, evaluator).accuracy for task in self.exam}
         return {"accuracy": sum(results.values()) / len(results), **(results if len(results) > 1 else {})}
 
     def summary(self) -> str:

@@ -21,8 +21,7 @@ from ascendchat.data.chat.template import render_prompt
 from ascendchat.data.mixture import Batches, absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Sampling, prompt_room
-from ascendchat.models.open import open_tokenizer, settings_of, tokenizer_folder
-from ascendchat.models.trained import HFSource
+from ascendchat.models.open import ModelSource
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
@@ -44,7 +43,7 @@ from ascendchat.train.rows import (
 )
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer, updates_of
-from ascendchat.train.start import only_weights, starting_point
+from ascendchat.train.start import initial_checkpoint, only_weights
 
 WARMDOWN = {"mid": 1.0, "sft": 0.5}  # share of the run that lowers the learning rate
 TEXT_TOKENS = 1_000_000  # of each text's validation split
@@ -59,7 +58,7 @@ def chat_stage(
     mixture: ChatMixture,
     tokenizer: Tokenizer,
     config: ChatTrainConfig,
-    origin: Checkpoint | HFSource,
+    origin: ModelSource,
 ) -> RowStage:
     """Put together the stage of cross-entropy on the assistant's tokens of packed conversations."""
     usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN.get(name, 1.0), final=0.0)
@@ -90,7 +89,7 @@ def chat_identity(
     mixture: ChatMixture,
     tokenizer: Tokenizer,
     config: ChatTrainConfig,
-    origin: Checkpoint | HFSource,
+    origin: ModelSource,
 ) -> dict[str, Any]:
     """Stage.identity of training on conversations."""
     start = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
@@ -136,14 +135,14 @@ def batch_and_steps(config: ChatTrainConfig, shape: Shape, learner: TrainModel, 
 def run_stage(config: ChatTrainConfig, name: StageName) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
     with training_context(config) as here:
-        origin = starting_point(config, name, here.say)
+        origin = initial_checkpoint(config, name, here.say)
         here.say(f"starting from {origin.folder}")
-        shape = Shape.from_dict(origin.state["shape"])
-        folder = tokenizer_folder(config.tokenizer, origin).resolve()
+        shape = origin.shape
+        folder = Path(config.tokenizer or origin.tokenizer_folder).resolve()
         listed = listed_data(config.data, config.dataset_dir, knows)
-        data = absolute(listed or default_data(name, settings_of(origin).get("data") or (), config.source))
+        data = absolute(listed or default_data(name, origin.settings.get("data") or (), config.source))
         config = replace(config, tokenizer=str(folder), data=data)  # what later commands look up
-        tokenizer = open_tokenizer(folder, origin, shape)
+        tokenizer = origin.load_tokenizer(folder)
         if config.max_seq_len and config.max_seq_len != shape.seq_len:
             shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
         seed, source, find, say = config.seed, config.source, here.main, here.say

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat.checkpoint import UNWRITTEN, Checkpoint, to_continue
+from ascendchat.checkpoint import UNWRITTEN, to_continue
 from ascendchat.config import NotSaved
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
@@ -30,13 +30,13 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.errors import UserError
 from ascendchat.models.export import export, export_adapter
+from ascendchat.models.hf_checkpoint import CONFIG_FOLDER
+from ascendchat.models.jinja_template import ChatTemplate
 from ascendchat.models.lora import LoraSettings, adapter_weights
+from ascendchat.models.open import ModelSource, TrainableModel
 from ascendchat.models.quantize import check_packing
 from ascendchat.models.shape import HFShape
-from ascendchat.models.template import ChatTemplate
 from ascendchat.models.tokenizer import HFTokenizer
-from ascendchat.models.trained import BESIDE, HFSource
-from ascendchat.nn.attention import choose
 from ascendchat.nn.optim import Group, adamw_groups, muon_groups
 from ascendchat.parallel.context import Context
 from ascendchat.runs.run import run_folder
@@ -50,12 +50,12 @@ from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.tasks.pairs import PairMixture
 from ascendchat.train.chat import chat_evaluation, chat_identity
 from ascendchat.train.evaluation import Evaluation, reply_loss
-from ascendchat.train.model import TrainModel, optimizer_for, say_package
+from ascendchat.train.model import TrainModel, optimizer_for
 from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
 from ascendchat.train.rows import RowStage, curve, learning_rates, row_facts, seeder, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
-from ascendchat.train.start import Beginning, Theirs, begin_with_ours, check_output, open_start, start_of
+from ascendchat.train.start import InitialModel, check_output, from_checkpoint, from_hf, hf_source, learner_of
 
 FEW_STEPS = 100  # a step takes fewer rows where the run would have fewer steps than this
 FULL_RATE, LORA_RATE, MUON_RATE = 1e-5, 1e-4, 1e-3
@@ -65,7 +65,7 @@ LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslor
 
 
 def finetune_stage(
-    learner: TrainModel, split: Split, steps: int, mixture: ChatMixture, config: FinetuneConfig, theirs: Theirs
+    learner: TrainModel, split: Split, steps: int, mixture: ChatMixture, config: FinetuneConfig, theirs: TrainableModel
 ) -> RowStage:
     """Put together the stage of cross-entropy on the assistant's tokens, for a Hugging Face model."""
     tokenizer, model, lora = theirs.tokenizer, theirs.model, theirs.lora
@@ -75,7 +75,7 @@ def finetune_stage(
         groups = muon_groups(model, lrs["all"], config.matrix_lr or MUON_RATE, config.weight_decay)
     else:
         groups = adamw_groups(model, lrs["all"], config.weight_decay)
-    identity = chat_identity("hf", learner, split, steps, mixture, tokenizer, config, theirs.origin)
+    identity = chat_identity("hf", learner, split, steps, mixture, tokenizer, config, theirs.source)
     if theirs.mesh is None:
         evaluation = chat_evaluation(learner, tokenizer, mixture)
     else:  # ranks that gather weights layer by layer would not take part in samples and bits per byte equally often
@@ -107,7 +107,7 @@ def finetuning_rates(step: int, *, steps: int, curve: Curve, config: FinetuneCon
     return rates
 
 
-def adapter_identity(config: FinetuneConfig, theirs: Theirs) -> dict[str, Any]:
+def adapter_identity(config: FinetuneConfig, theirs: TrainableModel) -> dict[str, Any]:
     """The part of Stage.identity that all fine-tuning has."""
     lora = theirs.lora.to_dict() if theirs.lora else None
     return {"packing": None if config.packing else False, "bits": config.bits, "lora": lora}
@@ -143,7 +143,7 @@ def run(config: FinetuneConfig) -> int:
             theirs.add_files(run)
             report_overlaps(mixture.overlaps, run, say)
 
-        facts = {**stage.facts, "start": str(theirs.origin.folder), "trained_parameters": stage.trained}
+        facts = {**stage.facts, "start": str(theirs.source.folder), "trained_parameters": stage.trained}
         status = train_stage(stage, here, config, folder, saved, title="finetune", facts=facts, add_files=add_files)
         if status == 0 and config.output_dir:
             write_model(theirs, folder, out, here)
@@ -159,17 +159,19 @@ def learn_pairs(config: FinetuneConfig) -> int:
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
     with finetuning_context(config) as here:
         config = replace(config, attend="document")
-        if start_of(config, here) is None and config.start and not config.lora:  # a model of our own
+        if hf_source(config, here) is None and config.start and not config.lora:  # a model of our own
             for name in ("output_dir", "shard"):
                 if getattr(config, name):
                     raise UserError(f"--{name.replace('_', '-')} is for models of Hugging Face; leave it out")
             factor = OWN_FACTOR if config.lr_multiplier == 1.0 else config.lr_multiplier
-            return train_pairs(begin_with_ours(replace(config, lr_multiplier=factor), here, "rl"), here)
+            return train_pairs(from_checkpoint(replace(config, lr_multiplier=factor), here, "rl"), here)
         theirs = open_theirs(config, here)
         name = config.run or run_name(config, theirs)
         folder, out = run_folder(name, "hf"), Path(config.output_dir).expanduser()
         learner = learner_of(theirs, config, here)
-        begin = Beginning(learner, theirs.tokenizer, theirs.origin, replace(config, run=name), name, theirs.add_files)
+        begin = InitialModel(
+            learner, theirs.tokenizer, theirs.source, replace(config, run=name), name, theirs.add_files
+        )
         status = train_pairs(begin, here, partial(pair_stage, theirs))
         if status == 0 and config.output_dir and not config.preview:
             write_model(theirs, folder, out, here)
@@ -177,7 +179,7 @@ def learn_pairs(config: FinetuneConfig) -> int:
 
 
 def pair_stage(
-    theirs: Theirs,
+    theirs: TrainableModel,
     method: str,
     learner: TrainModel,
     split: Split,
@@ -185,7 +187,7 @@ def pair_stage(
     mixture: PairMixture,
     tokenizer: Tokenizer,
     config: FinetuneConfig,
-    origin: Checkpoint | HFSource,
+    origin: ModelSource,
 ) -> PreferenceStage:
     """Pairs, with adapters or weights that ranks share out."""
     lrs = learning_rates(config, theirs.model.shape, split.total)
@@ -205,7 +207,9 @@ def pair_stage(
     )
 
 
-def finetuning_optimizer(learner: TrainModel, lrs: dict[str, float], groups: list[Group], theirs: Theirs) -> Optimizer:
+def finetuning_optimizer(
+    learner: TrainModel, lrs: dict[str, float], groups: list[Group], theirs: TrainableModel
+) -> Optimizer:
     """The optimizer of whole weights, or of those that ranks share out."""
     if theirs.mesh is None:
         return optimizer_for(learner, lrs, groups)
@@ -214,7 +218,7 @@ def finetuning_optimizer(learner: TrainModel, lrs: dict[str, float], groups: lis
     return ShardedAdamW(theirs.model, groups, theirs.mesh, fused=learner.device.chip.fused_adamw)
 
 
-def trained_weights(theirs: Theirs, dtype: torch.dtype) -> dict[str, Tensor]:
+def trained_weights(theirs: TrainableModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights for a checkpoint: of the adapters, or all. Every rank calls it."""
     model = theirs.model
     weights = adapter_weights(model) if theirs.lora else dict(model.state_dict())
@@ -294,14 +298,14 @@ def lora_settings(config: FinetuneConfig) -> LoraSettings | None:
     )
 
 
-def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
+def open_theirs(config: FinetuneConfig, here: Context) -> TrainableModel:
     """Open the model of --model, with its adapters, on the device."""
     if config.lr_multiplier != 1.0:
         raise UserError("--lr-multiplier is of our own models (`ascendchat sft`); give --learning-rate")
     if config.bits:
         check_bits_on(here.device.chip)
         check_packing(here.place, here.device.dtype)
-    theirs = open_start(config, here, lora_settings(config))
+    theirs = from_hf(config, here, lora_settings(config))
     if theirs is None:
         raise UserError(
             f"{config.start} is no Hugging Face model; models of our own are trained by `ascendchat sft --start "
@@ -309,10 +313,10 @@ def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
         )
     if theirs.tokenizer.template is None:
         raise UserError(
-            f"{theirs.origin.folder} has no chat template, so nobody knows how it wants conversations written; take "
+            f"{theirs.source.folder} has no chat template, so nobody knows how it wants conversations written; take "
             "its Instruct version, or put a chat_template.jinja into its folder"
         )
-    here.say(f"starting from {theirs.origin.folder}")
+    here.say(f"starting from {theirs.source.folder}")
     theirs = replace(theirs, tokenizer=theirs.tokenizer.thinking(config.enable_thinking))
     say_thoughts(theirs.tokenizer.template, here.say)
     say_ends(theirs.tokenizer, here.say)
@@ -355,21 +359,11 @@ def say_ends(tokenizer: HFTokenizer, say: Callable[[str], None]) -> None:
         )
 
 
-def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> TrainModel:
-    """Choose the attention kernel and wrap the model for training."""
-    device = here.device
-    kernel, why = choose(device.type, device.dtype, theirs.model.shape.head_dim, config.attention)
-    here.say(why)
-    learner = TrainModel(theirs.model, kernel, device, here.place, by_document=config.attend == "document")
-    say_package(learner, here)
-    return learner
-
-
-def run_name(config: FinetuneConfig, theirs: Theirs) -> str:
+def run_name(config: FinetuneConfig, theirs: TrainableModel) -> str:
     """Default of --run."""
     if config.output_dir:
         return re.sub(r"[^\w.+=@-]+", "-", config.output_dir).strip("-.") or "finetuned"
-    return f"{theirs.name}-{'lora' if theirs.lora else config.stage}"
+    return f"{theirs.source.name}-{'lora' if theirs.lora else config.stage}"
 
 
 def located(names: Sequence[str], config: FinetuneConfig, say: Callable[[str], None]) -> tuple[str, ...]:
@@ -378,7 +372,7 @@ def located(names: Sequence[str], config: FinetuneConfig, say: Callable[[str], N
     return absolute(listed_data(names, config.dataset_dir, knows, usual=USUAL_DIR, say=say))
 
 
-def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixture:
+def open_data(config: FinetuneConfig, theirs: TrainableModel, here: Context) -> ChatMixture:
     """Open the rows to train on and those to validate on."""
     seq_len, tokenizer = theirs.model.shape.seq_len, theirs.tokenizer
     mixture = open_chat_mixture(
@@ -420,14 +414,14 @@ def first_loss(stage: RowStage) -> float:
     return loss
 
 
-def write_model(theirs: Theirs, folder: Path, out: Path, here: Context) -> None:
+def write_model(theirs: TrainableModel, folder: Path, out: Path, here: Context) -> None:
     """Write the trained model as a Hugging Face or peft folder, unless it is there already. Every rank calls it."""
     weights = trained_weights(theirs, here.device.dtype)
     if not here.main or (out.exists() and any(out.iterdir())):
         return
     try:
         if theirs.lora:
-            export_adapter(folder / BESIDE, weights, out)
+            export_adapter(folder / CONFIG_FOLDER, weights, out)
         else:
             export(theirs.model, theirs.tokenizer, out, weights)
     except (*UNWRITTEN, UserError) as error:  # the last: where a draft cannot even begin

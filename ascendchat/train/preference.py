@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ascendchat.checkpoint import UNWRITTEN, Checkpoint, Damaged, read_file, to_continue, write_weights
+from ascendchat.checkpoint import UNWRITTEN, Damaged, read_file, to_continue, write_weights
 from ascendchat.config.finetune import FinetuneConfig, PreferenceOptions
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
 from ascendchat.data.chat.pairs import PairBatch, PairBatches
@@ -36,8 +36,8 @@ from ascendchat.device import Device
 from ascendchat.engine.padding import to_device
 from ascendchat.errors import UserError
 from ascendchat.files import flush, sha256, write_atomic
+from ascendchat.models.open import ModelSource
 from ascendchat.models.shape import HFShape
-from ascendchat.models.trained import HFSource
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.logprobs import Drawn, Float32Readout, learnt_logprobs
 from ascendchat.nn.preference import Pairs, Preference, Weights, preference, sequence_sums
@@ -61,7 +61,7 @@ from ascendchat.train.rows import (
 )
 from ascendchat.train.run import train_stage
 from ascendchat.train.stage import Loss, Optimizer
-from ascendchat.train.start import Beginning, check_output, only_weights
+from ascendchat.train.start import InitialModel, check_output
 
 BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 GAMMA = 0.5
@@ -135,7 +135,7 @@ class PreferenceStage(RowStage):
         mixture: PairMixture,
         tokenizer: Tokenizer,
         config: FinetuneConfig,
-        origin: Checkpoint | HFSource,
+        origin: ModelSource,
         *,
         optimizer: Optimizer | None = None,
         identity: Mapping[str, Any] | None = None,
@@ -350,7 +350,7 @@ def for_pairs(config: _Config) -> _Config:
     return replace(config, attend="document")
 
 
-def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage) -> int:
+def train_pairs(begin: InitialModel[Any], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage) -> int:
     """Train the model of `begin`; the exit status. `make` makes the stage."""
     config: FinetuneConfig = begin.config
     learner, tokenizer = begin.learner, begin.tokenizer
@@ -376,13 +376,12 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
             here.say(text)
         return 0
     split, steps = batch_and_steps(config, shape, here.device, mixture)
-    folder = run_folder(config.run or f"{begin.run}-{method}", "hf")
+    folder = run_folder(config.run or f"{begin.name}-{method}", "hf")
     saved = to_continue(folder, config.resume, say=here.say)
     check_output(config.output_dir, saved, steps)
-    stage = make(method, learner, split, steps, mixture, tokenizer, config, begin.origin)
-    if isinstance(learner.model, GPT):  # others were opened with their weights
-        stage.optimizer.load(only_weights(begin.origin.reader()), 0)
-    model = [begin.origin.fingerprint, json.dumps(shape.to_dict(), sort_keys=True), str(learner.model.head.dtype)]
+    stage = make(method, learner, split, steps, mixture, tokenizer, config, begin.source)
+    begin.load_weights(stage.optimizer)
+    model = [begin.source.fingerprint, json.dumps(shape.to_dict(), sort_keys=True), str(learner.model.head.dtype)]
     model += [f"{config.bits} bits"] if config.bits else []
     reference = Reference(folder, [*model, mixture.identity])
     if method == "dpo":  # before a checkpoint is loaded: by the weights that the run starts from
@@ -393,7 +392,7 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
         if stage.reference is not None:
             reference.write(stage.reference)
 
-    facts = {**stage.facts, "method": method, "loss": vars(stage.numbers), "start": str(begin.origin.folder)}
+    facts = {**stage.facts, "method": method, "loss": vars(stage.numbers), "start": str(begin.source.folder)}
     return train_stage(stage, here, config, folder, saved, title=method, facts=facts, add_files=add_files)
 
 

@@ -25,9 +25,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.data.verify import MANIFEST
 from ascendchat.engine.request import Sampling, prompt_room
 from ascendchat.errors import UserError, home
-from ascendchat.eval import core
-from ascendchat.eval.core import load_bundle
-from ascendchat.models.open import settings_of
+from ascendchat.eval.core_benchmark import CoreTask, check_rows, load_bundle
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.runs.run import run_folder
@@ -73,7 +71,7 @@ def base_stage(
     steps: int,
     text: _Text,
     config: BaseConfig,
-    core_tasks: Sequence[core.CoreTask] = (),
+    core_tasks: Sequence[CoreTask] = (),
 ) -> RowStage:
     """Put together the stage of next-token prediction over packed text."""
     shape, tokenizer, seed = learner.model.shape, text.tokenizer, config.seed
@@ -151,7 +149,7 @@ def check_tokenizer(own: Path, text: _Text) -> None:
         )
 
 
-def open_core(config: BaseConfig) -> list[core.CoreTask]:
+def open_core(config: BaseConfig) -> list[CoreTask]:
     """Load the tasks for --core-metric-every; missing files are an error at the start."""
     if config.core_metric_every <= 0:
         return []
@@ -159,7 +157,7 @@ def open_core(config: BaseConfig) -> list[core.CoreTask]:
     if not bundle.exists():
         raise UserError(f"--core-metric-every: no CORE tasks in {bundle}; get them: ascendchat data fetch core")
     tasks = load_bundle(bundle)
-    core.check_rows(tasks)
+    check_rows(tasks)
     return tasks
 
 
@@ -178,7 +176,7 @@ def run(config: BaseConfig) -> int:
         if saved and "steps" in saved.state:  # not a model that was imported: train_stage refuses it
             check_tokenizer(folder / "tokenizer", text)
         if config.depth is None and saved:
-            before = settings_of(saved).get("minutes")
+            before = saved.settings.get("minutes")
             if config.minutes not in (None, before) and not config.run:
                 raise UserError(
                     f"depth {depth} was chosen, and {folder} holds another run, with --minutes {before}; name this one "

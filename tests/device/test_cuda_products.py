@@ -176,10 +176,8 @@ def test_where_two_policies_are_compared_no_package_rounds_one_of_them(monkeypat
     assert learner.packaged == []
     made: list[bool] = []
     monkeypatch.setattr(start, "build", lambda *_, packaged=True: made.append(packaged))
-    for name in ("starting_point", "tokenizer_folder", "open_tokenizer", "settings_of"):
-        monkeypatch.setattr(start, name, MagicMock())
-    monkeypatch.setattr(start.Shape, "from_dict", lambda sizes: shape)
-    start.begin_with_ours(RlConfig(), MagicMock(), "rl")
+    monkeypatch.setattr(start, "initial_checkpoint", MagicMock())
+    start.from_checkpoint(RlConfig(), MagicMock(), "rl")
     assert made == [False]
 
 

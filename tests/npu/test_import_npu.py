@@ -12,7 +12,7 @@ import cannsim
 from ascendchat.cli import main
 from ascendchat.config.generate import ModelConfig
 from ascendchat.device import pick
-from ascendchat.models.open import open_model
+from ascendchat.engine.open import open_for_generation
 from ascendchat.nn.attention import dense, kernels
 from ascendchat.parallel.context import joined
 
@@ -30,7 +30,7 @@ def test_logits_on_the_npu_are_those_of_the_published_formulas(tmp_path: Path, m
     nanochat.write_tokenizer(tmp_path / "tokenizer", STATE)
     assert main(["import", "nanochat", str(tmp_path), "--run", f"from-{era}"]) == 0
     with joined(pick("npu")) as here:
-        found = open_model(here, ModelConfig(run=f"from-{era}", device_type="npu"), None)
+        found = open_for_generation(here, ModelConfig(run=f"from-{era}", device_type="npu"), None)
     assert found.kernel.name == "sdpa"  # the fused kernels do not generate in float32
     tokens = torch.randint(0, 265, (2, 100), generator=torch.Generator().manual_seed(1))
     cannsim.reset()

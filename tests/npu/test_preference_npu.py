@@ -11,8 +11,7 @@ from preference_runs import config_of, write_pairs
 
 import cannsim
 from ascendchat.device import pick
-from ascendchat.models.folder import at
-from ascendchat.models.trained import HFSource
+from ascendchat.models.folder import HFFolder
 from ascendchat.nn.attention import kernels
 from ascendchat.sizes.batch import Split
 from ascendchat.tasks.pairs import open_pair_mixture
@@ -38,7 +37,7 @@ def stage_on(kind: str, kernel: str, place: Path, method: str) -> PreferenceStag
         opened.model.to(device.bind(0)), kernels("npu")[kernel], device, device.bind(0), by_document=True
     )
     mixture = open_pair_mixture(config.data, opened.tokenizer, 96, say=lambda line: None)
-    origin = HFSource(at(place / "tiny"))
+    origin = HFFolder(place / "tiny")
     return PreferenceStage(method, learner, Split(1, 3, 1, 192), 4, mixture, opened.tokenizer, config, origin)
 
 

@@ -122,7 +122,7 @@ def test_a_model_is_in_training_mode_from_the_first_step_and_compiled_unless_it_
         assert stage.model.compiles_layers is not bool(fused)
         return 0
 
-    monkeypatch.setattr("ascendchat.train.start.fuse", lambda *_: fused)
+    monkeypatch.setattr("ascendchat.models.open.fuse", lambda *_: fused)
     monkeypatch.setattr("ascendchat.train.finetune.train_stage", begin)
     assert main([*words(place, "modes"), "--val-size", "0"]) == 0
 
