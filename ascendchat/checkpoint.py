@@ -30,8 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ascendchat.config import NotSaved
-from ascendchat.errors import UserError
+from ascendchat.errors import NotSaved, UserError
 from ascendchat.files import flush, sha256, usual_mode, write_atomic
 from ascendchat.parallel import collectives
 from ascendchat.processes import ended
@@ -345,7 +344,7 @@ class Checkpoint:
             if not index:
                 raise UserError(
                     f"{self.folder} was imported without the state of its optimizer; start a stage from it without "
-                    "--warm-start"
+                    "--load-optimizer"
                 )
             if (wanted.parameter, wanted.kind) not in index:
                 raise UserError(

@@ -12,12 +12,15 @@ import sys
 import traceback
 from typing import Any
 
-from ascendchat.config import install_command, parse, wants_help
+from ascendchat.config.commands import DeviceConfig
+from ascendchat.config.flags import UnknownSetting, flags_of, parse, wants_help
+from ascendchat.config.generate import EvalChatConfig, ModelConfig, NamedModelConfig
 from ascendchat.config.help import help_page
 from ascendchat.config.language import language, translate
+from ascendchat.config.train import TrainConfig
 from ascendchat.errors import UserError, nearest
 from ascendchat.processes import record_error
-from ascendchat.version import __version__
+from ascendchat.version import __version__, install_command
 
 # command: (config class, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -197,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
 def _trains(argv: list[str]) -> bool:
     with contextlib.suppress(UserError, IndexError):
         name, _ = split_command(argv)
-        return hasattr(_load("config.", COMMANDS[name][0]), "save_every")
+        return issubclass(_load("config.", COMMANDS[name][0]), TrainConfig)
     return False
 
 
@@ -228,14 +231,14 @@ def _main(argv: list[str]) -> int:
             sys.stdout.write(help_page(f"ascendchat {name}", cls))
             return 0
         config = parse(cls, rest)
-        return execute(
-            _load("", function) if not hasattr(config, "npu_debug") else _computing(config, function), config
-        )
+        computes = isinstance(config, DeviceConfig)
+        return execute(_computing(config, function) if computes else _load("", function), config)
     except (UserError, ModuleNotFoundError) as raised:
         error = raised if isinstance(raised, UserError) else _missing(raised)
         if error is None:
             raise
-        print(f"ascendchat {name}: {translate(str(error))}", file=sys.stderr)
+        text = _with_owners(error) if isinstance(error, UnknownSetting) else str(error)
+        print(f"ascendchat {name}: {translate(text)}", file=sys.stderr)
         record_error(error)
         return error.status
     except KeyboardInterrupt:
@@ -243,15 +246,22 @@ def _main(argv: list[str]) -> int:
         return 130
 
 
-def _computing(config: Any, function: str) -> Any:
-    """Commands that import torch first get the environment of their device."""
+def _with_owners(error: UnknownSetting) -> str:
+    """The sentence for a flag that this command does not have, with the commands that have it."""
+    owners = [name for name, (config, _, _) in COMMANDS.items() if error.name in flags_of(_load("config.", config))]
+    return f"{error}; these commands have it: {', '.join(owners)}" if owners else str(error)
+
+
+def _computing(config: DeviceConfig, function: str) -> Any:
+    """Prepare the environment of the device, then import the command, which imports torch."""
     from ascendchat.device.env import announce, prepare_environment
     from ascendchat.runs.run import read_ahead
 
     announce(prepare_environment(config.device_type, debug=config.npu_debug, generates=config.generates))
-    opens = hasattr(config, "checkpoint") and function != "serve.command:run"  # whose workers open the model
-    if opens and os.environ.get("RANK", "0") == "0":
-        read_ahead(config.run, getattr(config, "stage", "base"), config.checkpoint)
+    first = os.environ.get("RANK", "0") == "0" and function != "serve.command:run"  # whose workers open the model
+    if first and isinstance(config, NamedModelConfig):
+        stage = config.stage if isinstance(config, (ModelConfig, EvalChatConfig)) else "base"
+        read_ahead(config.run, stage, config.checkpoint)
     return _load_with_torch(function)
 
 

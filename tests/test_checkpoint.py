@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 
 from ascendchat import checkpoint, files
 from ascendchat.checkpoint import Checkpoint, Damaged, Shard, Writer, newest, to_continue, verify
-from ascendchat.config import NotSaved
-from ascendchat.errors import OutOfMemory, UserError
+from ascendchat.errors import NotSaved, OutOfMemory, UserError
 from ascendchat.files import begin_sha256, check_folder, sha256, write_atomic
 from ascendchat.parallel.collectives import World
 from ascendchat.runs.run import checkpoints, earlier, notice, read_ahead, set_aside

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascendchat.config import in_clone
 from ascendchat.config.commands import SetupConfig
 from ascendchat.config.data import HUGGING_FACE, MIRROR
 from ascendchat.config.language import language
@@ -31,6 +30,7 @@ from ascendchat.doctor.checks_npu import cann, cann_home, driver, set_env
 from ascendchat.doctor.machine import Machine
 from ascendchat.doctor.probe import Probe
 from ascendchat.errors import UserError, home
+from ascendchat.version import in_clone
 
 NOT_PROBED = Probe({}, "not asked")
 HUB_TIMEOUT = 5.0  # seconds; on a usable network a hub answers sooner

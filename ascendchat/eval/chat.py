@@ -172,8 +172,9 @@ def examine_model(config: EvalChatConfig, names: Sequence[str], most: int | None
     say(f"{folder}: {parameters / 1e6:.1f} M parameters, {len(tasks)} of {len(names)} tasks")
     if config.max_new_tokens >= context and any(task.kind == "reply" for task in tasks):
         say(f"prompt and reply share {context} tokens: a long prompt leaves half of them, not {config.max_new_tokens}")
-    settings = {name: getattr(config, name) for name in ("max_new_tokens", "samples", "temperature", "seed")}
-    about = {"evaluation": "chat", **opened.identity, **opened.machine, "settings": {**settings, "context": context}}
+    settings = {"max_new_tokens": config.max_new_tokens, "samples": config.samples, "temperature": config.temperature}
+    settings |= {"seed": config.seed, "context": context}
+    about = {"evaluation": "chat", **opened.identity, **opened.machine, "settings": settings}
     new = NewResults(opened.stage_folder, about, main=here.main)
     for name, why in missing.items():
         new.add(name, 0, 0, {"missing": why}, source_of(name, config.source))

@@ -15,8 +15,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ascendchat.config import install_command
 from ascendchat.errors import UserError
+from ascendchat.version import install_command
 
 
 def library() -> ModuleType:

@@ -93,7 +93,7 @@ def open_model(
 ) -> Opened:
     """Find, verify and load what the flags name; everything that does not fit is a UserError. `trial` refuses a model
     folder of Hugging Face that cannot be used as the caller wants to."""
-    device, length = here.device, getattr(config, "context", None) or getattr(config, "max_seq_len", None)
+    device, length = here.device, config.row_length()
     if config.checkpoint and (folder := find_hf(config.checkpoint)):
         if is_ours(folder):
             return _ours(exported_source(folder), here, config)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import as_dict, dump, load_yaml, spelling
+from ascendchat.config import as_dict, dump, load_yaml, spelling, stored_settings
 from ascendchat.config.train import STAGES
 from ascendchat.errors import MAX_NAMED, UserError, home, nearest
 from ascendchat.files import begin_sha256, write_atomic
@@ -301,12 +301,14 @@ def open_run(
 
 
 def changed(folder: Path, config: Any) -> list[str]:
-    """What differs between the settings that a run was last started with and those it goes on with."""
+    """One line for every setting that differs from those the run was last started with, in any version of this
+    package: a setting that the command has lost since counts where the run had changed it from its default."""
     path = folder / "config.yaml"
-    before = load_yaml(path) if path.is_file() else {}
+    before, lost = stored_settings(type(config), load_yaml(path) if path.is_file() else {})
     now = as_dict(config)
     names = [name for name, value in now.items() if name in before and name != "resume" and before[name] != value]
-    return [f"continuing with {spelling(name)} {now[name]}; before, this run had {before[name]}" for name in names]
+    lines = [f"continuing with {spelling(name)} {now[name]}; before, this run had {before[name]}" for name in names]
+    return lines + [f"continuing without {spelling(name)}, which this run had: {value}" for name, value in lost.items()]
 
 
 def _take_lock(folder: Path) -> int:

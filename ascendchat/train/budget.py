@@ -28,7 +28,7 @@ from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.shape import Shape
 from ascendchat.train.loop import until_it_fits
 from ascendchat.train.model import TrainModel
-from ascendchat.train.rows import share_out
+from ascendchat.train.rows import share_out, total_flag
 
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
 KEPT_SPEED = 0.94  # of the measured speed is what a run keeps, besides the optimizer: a warm chip, other text
@@ -64,7 +64,8 @@ def token_budget(config: BaseConfig, shape: Shape) -> int:
 
 def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, total: int) -> tuple[Split, int]:
     """Split `total` tokens a step, or the batch of the flags, over the devices; also the steps over `tokens`."""
-    split = share_out(config, shape, device, config.total_batch_size or total)
+    given = config.total_batch_size
+    split = share_out(config, shape, device, given or total, given=total_flag(given))
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 

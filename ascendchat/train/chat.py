@@ -42,6 +42,7 @@ from ascendchat.train.rows import (
     row_facts,
     row_identity,
     share_out,
+    total_flag,
 )
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer, updates_of
@@ -129,12 +130,13 @@ def batch_and_steps(config: ChatTrainConfig, shape: Shape, device: Device, rows:
     total = config.total_batch_size or batch_for(int(rows * shape.seq_len * config.epochs), shape.seq_len)
     if config.target_examples_per_step:
         total = config.target_examples_per_step * shape.seq_len
-    split = share_out(config, shape, device, total)
+    given = total_flag(config.total_batch_size, config.target_examples_per_step)
+    split = share_out(config, shape, device, total, given=given)
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
 
-def run_stage(config: ChatTrainConfig, name: StageName) -> int:
+def run_stage(config: MidConfig | SftConfig, name: StageName) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
     with training_context(config) as here:
         origin = starting_point(config, name, here.say)
@@ -162,7 +164,7 @@ def run_stage(config: ChatTrainConfig, name: StageName) -> int:
         split, steps = batch_and_steps(config, shape, here.device, mixture.per_epoch)
         stage = chat_stage(name, learner, split, steps, mixture, tokenizer, config, origin)
         if not saved:
-            begin_from(origin, stage.optimizer, config.warm_start)
+            begin_from(origin, stage.optimizer, config.load_optimizer)
 
         def add_files(run: Path) -> None:
             tokenizer.save(run / "tokenizer")  # a model without its tokenizer is lost

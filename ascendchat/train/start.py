@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ascendchat.checkpoint import Checkpoint, Damaged, Shard, newest, verify
 from ascendchat.chips import Chip
-from ascendchat.config.train import STAGES, ChatTrainConfig, StageName, StepConfig
+from ascendchat.config import flags_set
+from ascendchat.config.finetune import FinetuneConfig
+from ascendchat.config.train import STAGES, HFTrainConfig, OwnModelConfig, StageName, StartConfig
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.open import try_engine
 from ascendchat.errors import UserError, home
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def starting_point(config: ChatTrainConfig, stage: StageName, say: Callable[[str], None]) -> Checkpoint:
+def starting_point(config: StartConfig, stage: StageName, say: Callable[[str], None]) -> Checkpoint:
     """The checkpoint to start from: a folder, a run (its last earlier stage), or this run's own earlier stage."""
     named = config.start
     if named and (Path(named) / "config.json").is_file():
@@ -81,7 +83,7 @@ def only_weights(read: Callable[[Shard], Tensor]) -> Callable[[Shard], Tensor]:
 # begin = begin_with_theirs(config, here) or begin_with_ours(config, here, "rl")
 # begin.learner, begin.tokenizer, begin.origin
 
-_Config = TypeVar("_Config", bound=ChatTrainConfig)
+_Config = TypeVar("_Config", bound=HFTrainConfig)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Beginning(Generic[_Config]):
 
 def begin_with_ours(config: _Config, here: Context, stage: StageName) -> Beginning[_Config]:
     """A checkpoint of a stage before `stage`; the weights are read by whoever makes the optimizer."""
-    if getattr(config, "learning_rate", None) is not None:
+    if config.learning_rate is not None:
         raise UserError("--learning-rate is of Hugging Face models; ours have one per kind of weight: --lr-multiplier")
     origin = starting_point(config, stage, here.say)
     shape = Shape.from_dict(origin.state["shape"])
@@ -170,18 +172,19 @@ class Theirs:
             write_base(self.origin, run / BESIDE)
 
 
-def open_start(config: ChatTrainConfig, here: Context, lora: LoraSettings | None = None) -> Theirs | None:
+def open_start(config: HFTrainConfig, here: Context, lora: LoraSettings | None = None) -> Theirs | None:
     """The model that --start names, if it is one of Hugging Face's: a folder, a GGUF file, or a checkpoint or run of
     ours that was trained from one. With `lora` it is frozen and gets adapters."""
     seq_len, dtype = config.max_seq_len, here.device.dtype
     found = start_of(config, here)
     if found is None:
         return None
-    for name in OURS:
-        if getattr(config, name) is not None and not (name == "matrix_lr" and getattr(config, "muon", False)):
-            raise UserError(f"--{name.replace('_', '-')} is of our own models; here --learning-rate is that of all")
+    muon = isinstance(config, FinetuneConfig) and config.muon
+    own = OURS if isinstance(config, OwnModelConfig) else () if muon else ("matrix_lr",)
+    for flag in flags_set(config, own):
+        raise UserError(f"{flag} is of our own models; here --learning-rate is that of all")
     if isinstance(found, Checkpoint):
-        if lora is not None and getattr(config, "output_dir", None):
+        if lora is not None and isinstance(config, FinetuneConfig) and config.output_dir:
             raise UserError(
                 f"the adapters would be for {found.folder}, a run of ours, which peft cannot open: leave out "
                 "--output-dir, and export the merged model afterwards: ascendchat export --run NAME --out DIR"
@@ -195,7 +198,7 @@ def open_start(config: ChatTrainConfig, here: Context, lora: LoraSettings | None
     return Theirs(*_on_device(opened, config, here, lora), opened.tokenizer, HFSource(found), lora)
 
 
-def start_of(config: ChatTrainConfig, here: Context) -> Folder | Checkpoint | None:
+def start_of(config: HFTrainConfig, here: Context) -> Folder | Checkpoint | None:
     """Where that model is; None where --start names something else."""
     named = config.start
     if named and (folder := find(named)):
@@ -217,23 +220,24 @@ def start_of(config: ChatTrainConfig, here: Context) -> Folder | Checkpoint | No
     return saved if saved and is_trained_hf(saved) else None
 
 
-def refuse_too_large(folder: Path, config: StepConfig, here: Context) -> None:
+def refuse_too_large(folder: Path, config: HFTrainConfig, here: Context) -> None:
     """Before any weight is read: a model that cannot be trained here is a UserError that says what would fit."""
     path = folder / "config.json"
     values: dict[str, Any] = read_json(path) if path.is_file() else {}
     if values.get("model_type") not in FAMILIES:  # that of a GGUF file is known when it is open
         return
     longest = int(values.get("max_position_embeddings") or ROW)
-    counted = from_config(values, min(getattr(config, "max_seq_len", None) or ROW, longest))
-    most_rows(counted, here.device.chip, here.world.size, config.activation_checkpointing, **kept(config))
+    counted = from_config(values, min(config.max_seq_len or ROW, longest))
+    most_rows(counted, here.device.chip, here.world.size, config.activation_checkpointing, **kept(config)._asdict())
 
 
 def _on_device(
-    opened: OpenedFolder, config: StepConfig, here: Context, lora: LoraSettings | None
+    opened: OpenedFolder, config: HFTrainConfig, here: Context, lora: LoraSettings | None
 ) -> tuple[CausalLM, DeviceMesh | None]:
     model = opened.model.to_compute(here.device.dtype)
     model.train()  # it comes ready to answer, and then recomputes no activations
-    if getattr(config, "bits", None):
+    held = kept(config)
+    if held.bits:
         here.say(pack(model, here.place))
     if lora:
         names = add_lora(model, lora, config.seed)
@@ -245,15 +249,14 @@ def _on_device(
         model.checkpoint_activations()
     if config.fp8:
         here.say("--fp8 is ignored: it is for our own models")
-    together = getattr(config, "shard", 0)
-    model.compiles_layers = not (names or together or getattr(config, "bits", None))
+    together = held.shard
+    model.compiles_layers = not (names or together or held.bits)
     if not together:
         return model.to(here.place), None
     from ascendchat.nn.sharded import mesh_over, share_out_weights
 
     mesh = mesh_over(here.place, together)
-    offload = bool(getattr(config, "offload", False))
-    share_out_weights(model, model.inner.base_model.layers, mesh, here.device.dtype, offload=offload)
+    share_out_weights(model, model.inner.base_model.layers, mesh, here.device.dtype, offload=held.offload)
     copies = here.world.size // together
     here.say(f"{together} devices share the weights out" + (f", in {copies} copies" if copies > 1 else ""))
     return model, mesh
@@ -270,11 +273,21 @@ def learning_rate(shape: HFShape, asked: float | None) -> float:
     return asked or RATES[shape.total_parameters >= LARGE]
 
 
-def kept(config: StepConfig) -> dict[str, Any]:
-    """What is trained, and where it is kept, as sizes/hf.py counts it."""
-    rank = (getattr(config, "lora_rank", None) or LoraSettings.rank) if getattr(config, "lora", False) else 0
-    how = {"lora_rank": rank, "bits": getattr(config, "bits", None)}
-    return {**how, "shard": getattr(config, "shard", 0), "offload": bool(getattr(config, "offload", False))}
+class Holding(NamedTuple):
+    """How the weights of a Hugging Face model are held in training, as sizes/hf.py counts it."""
+
+    lora_rank: int = 0  # of the adapters; 0: all weights are trained
+    bits: int | None = None  # of the frozen base; None: the dtype of the run
+    shard: int = 0  # devices that hold one copy together; 0: every device holds all
+    offload: bool = False  # to the memory of the host
+
+
+def kept(config: HFTrainConfig) -> Holding:
+    """How the weights are held: `finetune` has flags for it, `rl` trains whole models."""
+    if not isinstance(config, FinetuneConfig):
+        return Holding()
+    rank = (config.lora_rank or LoraSettings.rank) if config.lora else 0
+    return Holding(rank, config.bits, config.shard, config.offload)
 
 
 def most_rows(counted: HFModel, chip: Chip, devices: int, checkpointing: bool, *, beside: int = 0, **how: Any) -> int:

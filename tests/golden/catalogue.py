@@ -188,9 +188,9 @@ class Collector:
 
 
 def help_texts(collector: Collector) -> set[str]:
-    """One line per command, the head of its page, the text under each flag, and what is given to `translate`."""
+    """One line per command; head, headings and texts of its page; arguments of `translate`."""
     from ascendchat.cli import COMMANDS
-    from ascendchat.config.help import field_docs
+    from ascendchat.config.help import field_docs, field_groups
 
     texts = set()
     for target, _, line in COMMANDS.values():
@@ -198,6 +198,7 @@ def help_texts(collector: Collector) -> set[str]:
         cls = getattr(importlib.import_module(f"ascendchat.config.{module}"), name)
         docs = field_docs(cls)
         texts |= {line, " ".join(cls.__doc__.split()), *(docs[f.name] for f in dataclasses.fields(cls))}
+        texts |= set(filter(None, field_groups(cls)))
     collector.texts = {text.replace("{", "{{").replace("}", "}}") for text in texts}
     for where, call in collector.calls["translate"]:
         collector.keep(collector.whole(call.args[0], where))

@@ -100,7 +100,7 @@ def test_lengths_come_from_the_host_and_graphs_are_updated(device: Device) -> No
 FAULTY = """
     import torch
     from ascendchat.device import pick
-    from ascendchat.config import UserError
+    from ascendchat.errors import UserError
     from ascendchat.nn.attention import KERNELS, NpuFusion, Reference, choose
     from ascendchat.nn.attention import cache_mask
     from ascendchat.nn.attention import decode_fault
