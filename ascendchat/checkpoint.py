@@ -34,7 +34,7 @@ from ascendchat.errors import NotSaved, UserError
 from ascendchat.files import flush, sha256, usual_mode, write_atomic
 from ascendchat.parallel import collectives
 from ascendchat.processes import ended
-from ascendchat.runs.run import begun_by_this_launch, checkpoints, earlier
+from ascendchat.runs.run import begun_by_this_launch, checkpoints, old_models
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Writer:
     def forget_earlier(self) -> None:
         """The run is finished: earlier models of its folder (runs/run.py) are no longer needed."""
         if collectives.world().rank == 0:
-            for old in earlier(self.folder):
+            for old in old_models(self.folder):
                 self._delete(old)
 
     def _run(self, tries: int, step: int, weights: Any, parts: Any, state: str, rank: int, size: int) -> None:
@@ -248,7 +248,7 @@ class Writer:
             flush(self.folder)
         self._name("latest", final.name + "\n")
         self._retain(step)
-        for old in earlier(self.folder):
+        for old in old_models(self.folder):
             if step >= max(checkpoints(old), default=0):
                 self._delete(old)
 

@@ -84,7 +84,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 
 
-# Modules of the packages in pyproject.toml, one of which may be missing where the wheel was installed alone.
+# Modules of the dependencies in pyproject.toml; one may be missing if the wheel was installed without dependencies.
 NEEDED = set(
     "torch numpy yaml rich safetensors httpx pyarrow zstandard regex tiktoken tokenizers fastapi uvicorn httptools "
     "prometheus_client llguidance matplotlib".split()
@@ -92,18 +92,18 @@ NEEDED = set(
 
 
 class _Printed(io.RawIOBase):
-    """Standard output or error: what finds no room is lost, which is said once, so that a full disk below a log does
-    not end days of training; nor does a reader who is gone, if `trains`."""
+    """Standard output or error of a command. On a full disk output is dropped with one warning, so that a log does not
+    end days of training; with `trains` a closed pipe is ignored too."""
 
     def __init__(self, number: int, trains: bool) -> None:
         self.number, self.lost = number, False
-        self.endured = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *([errno.EPIPE] if trains else [])}
+        self.ignored = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *([errno.EPIPE] if trains else [])}
 
     def write(self, data: Any) -> int:
         try:
             return os.write(self.number, data)
         except OSError as error:
-            if error.errno not in self.endured:
+            if error.errno not in self.ignored:
                 raise
             if not self.lost and self.number == 1 and error.errno != errno.EPIPE:
                 text = f"what is printed is lost from here on ({error.strerror}); make room there, or send it elsewhere"
@@ -123,8 +123,8 @@ class _Printed(io.RawIOBase):
 
 
 def _settle_streams(trains: bool) -> list[_Printed]:
-    """Closed streams lead nowhere, or the next file that is opened would get their numbers and what is printed; and a
-    stream that finds no room is no error. Streams that a program has replaced are left alone."""
+    """Open closed standard streams on /dev/null, because the next file that is opened would get their number and all
+    output; wrap stdout and stderr in _Printed. Streams that a program has replaced stay as they are."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -132,21 +132,21 @@ def _settle_streams(trains: bool) -> list[_Printed]:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (as long as the process)
-    found = []
+    wrapped = []
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
         if isinstance(old, io.TextIOWrapper) and old is getattr(sys, f"__{name}__") and old.fileno() == number:
             old.flush()
             printed, direct = _Printed(number, trains), old.write_through
             buffer: Any = printed if direct else io.BufferedWriter(printed)
-            ways: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "encoding": old.encoding,
                 "errors": old.errors,
                 "line_buffering": old.line_buffering,
             }
-            setattr(sys, name, io.TextIOWrapper(buffer, write_through=direct, **ways))
-            found.append(printed)
-    return found
+            setattr(sys, name, io.TextIOWrapper(buffer, write_through=direct, **options))
+            wrapped.append(printed)
+    return wrapped
 
 
 def _load(prefix: str, target: str) -> Any:
@@ -170,7 +170,7 @@ def _group(word: str) -> list[str]:
 
 
 def split_command(argv: list[str]) -> tuple[str, list[str]]:
-    """Split argv into the command (one or two words) and its arguments, or say which command was nearest."""
+    """Split argv into the command (one or two words) and its arguments; a UserError names the nearest command."""
     for words in (2, 1):
         name = " ".join(argv[:words])
         if name in COMMANDS:
@@ -182,9 +182,9 @@ def split_command(argv: list[str]) -> tuple[str, list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, 1 for a failure that was reported, 2 for wrong input, 130 for Ctrl-C,
-    71 where a device's memory ran out and only a new process can go on, 75 for what could not be saved."""
+    71 if a device's memory ran out and only a new process can go on, 75 if a result could not be saved."""
     argv = sys.argv[1:] if argv is None else argv
-    trains = _trains(argv)  # what it did is in its run folder
+    trains = _trains(argv)  # its results are in its run folder
     streams = _settle_streams(trains)
     if language() == "zh" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console may not know every character
@@ -205,7 +205,7 @@ def _trains(argv: list[str]) -> bool:
 
 
 def _missing(error: ModuleNotFoundError) -> UserError | None:
-    """The sentence for a package of ours that is not installed."""
+    """A UserError for a package in NEEDED that is not installed."""
     name = (error.name or "").partition(".")[0]
     return UserError(f"{name} is not installed; type: {install_command()}") if name in NEEDED else None
 
@@ -266,8 +266,8 @@ def _computing(config: DeviceConfig, function: str) -> Any:
 
 
 def _load_with_torch(function: str) -> Any:
-    """The quarter of a million objects that importing torch makes stay: they are never searched for garbage,
-    which took 0.3 s until a command began, and 0.1 s of each full search in training."""
+    """Import the command with its torch, and exclude the quarter of a million objects that this makes from garbage
+    collection: it took 0.3 s until a command began, and 0.1 s of each full collection in training."""
     first = "torch" not in sys.modules
     gc.disable()
     try:
@@ -279,12 +279,12 @@ def _load_with_torch(function: str) -> Any:
 
 
 def execute(function: Any, config: Any) -> int:
-    """Call the command; an uncaught error is shown whole, then explained if we know it."""
+    """Call the command; an uncaught error is printed with its traceback, then explained if a rule of `explain` fits."""
     try:
         return int(function(config) or 0)
     except (UserError, KeyboardInterrupt, BrokenPipeError):
         raise
-    except Exception as error:  # noqa: BLE001 (everything is shown whole, then explained)
+    except Exception as error:  # noqa: BLE001 (every error is printed, then explained)
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             raise UserError(
                 f"{str(error.filename)[:60]}...: no file can have so long a name; give a shorter one"

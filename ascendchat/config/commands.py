@@ -168,7 +168,7 @@ class CleanConfig:
 
 @dataclass(frozen=True)
 class SetupConfig:
-    """What to install on this machine, in order: driver, CANN, torch and torch_npu that fit, ascendchat, mirrors."""
+    """List what to install here, in order: driver, CANN, torch and torch_npu that fit, ascendchat, mirrors."""
 
     yes: bool = False
     "run the steps that are done by pip"

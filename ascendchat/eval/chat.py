@@ -112,7 +112,7 @@ def sandbox_line() -> str:
 def print_report(new: NewResults, as_json: bool, say: Callable[[str], None]) -> None:
     """The summary numbers, the table of stages, and with --json one object: what this evaluation found, and beside it
     what the same weights reached before with the same settings."""
-    if kept := new.kept_instead():
+    if kept := new.better_earlier():
         say(kept)
     rows = new.with_earlier()
     tasks = {name: rows[name]["result"] for name in EVALUATIONS if name in rows and rows[name]["examined"]}
