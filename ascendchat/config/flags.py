@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ascendchat.config.help import Range
+from ascendchat.config.language import translate
 from ascendchat.errors import UserError, nearest
 
 C = TypeVar("C")
@@ -303,7 +304,7 @@ def _is_dropped(cls: type, key: str, value: Any, name: str) -> bool:
         if key in refused:
             _refuse(cls, key, name)
         if os.environ.get("RANK", "0") == "0":
-            print(f"{name} is not used: {not_used[key]}", file=sys.stderr)
+            print(translate(f"{name} is not used: {not_used[key]}"), file=sys.stderr)
     return True
 
 

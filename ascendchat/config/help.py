@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ascendchat.config.language import bracketed, translate, wrap
+from ascendchat.config.language import bracketed, language, translate, wrap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +133,10 @@ def help_page(prog: str, cls: type) -> str:
     """The help page of one command: its flags in groups, most used first."""
     docs, kinds, fields = field_docs(cls), typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
     width = min(shutil.get_terminal_size((110, 24)).columns, 120)
+    colon = "：" if language() == "zh" else ":"
     lines = [usage(prog, cls), "", *wrap(translate(" ".join((cls.__doc__ or "").split())), width)]
     for heading, names in field_groups(cls).items():
-        lines += ["", *([f"{translate(heading)}:"] if heading else [])]
+        lines += ["", *([translate(heading) + colon] if heading else [])]
         for name in names:
             field = fields[name]
             flags = [

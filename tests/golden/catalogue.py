@@ -205,6 +205,18 @@ def help_texts(collector: Collector) -> set[str]:
     return collector.texts
 
 
+def reasons() -> set[str]:
+    """The sentences for settings that a command does not have: `not_used` and `refused` of its config class."""
+    from ascendchat.cli import COMMANDS
+
+    texts: set[str] = set()
+    for target, _, _ in COMMANDS.values():
+        module, name = target.split(":")
+        cls = getattr(importlib.import_module(f"ascendchat.config.{module}"), name)
+        texts |= {*getattr(cls, "not_used", {}).values(), *getattr(cls, "refused", {}).values()}
+    return texts
+
+
 def ranges() -> set[str]:
     """How the ranges of the numbers read: `at least {} and at most {}`."""
     from ascendchat.cli import COMMANDS
@@ -260,7 +272,7 @@ def every_text() -> dict[str, set[str]]:
     from ascendchat import chips
 
     collector = Collector()
-    errors = collector.texts | ranges() | set(chips._FAMILIES.values())
+    errors = collector.texts | ranges() | reasons() | set(chips._FAMILIES.values())
     lines = help_texts(collector) - errors
     return {"errors": errors, "help": lines, "plan": plan_texts(collector) - lines - errors}
 
