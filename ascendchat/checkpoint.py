@@ -30,12 +30,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ascendchat.config import NotSaved, load_yaml
-from ascendchat.errors import UserError
+from ascendchat.config import load_yaml
+from ascendchat.errors import NotSaved, UserError
 from ascendchat.files import flush, sha256, usual_mode, write_atomic
 from ascendchat.parallel import collectives
 from ascendchat.processes import lost_ranks
-from ascendchat.runs.run import begun_by_this_launch, checkpoints, earlier
+from ascendchat.runs.run import begun_by_this_launch, checkpoints, old_models
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Writer:
     def forget_earlier(self) -> None:
         """Delete earlier models of the run's folder (runs/run.py), which a finished run needs no longer."""
         if collectives.world().rank == 0:
-            for old in earlier(self.folder):
+            for old in old_models(self.folder):
                 self._delete(old)
 
     def _run(self, tries: int, step: int, weights: Any, parts: Any, state: str, rank: int, size: int) -> None:
@@ -249,7 +249,7 @@ class Writer:
             flush(self.folder)
         self._name("latest", final.name + "\n")
         self._retain(step)
-        for old in earlier(self.folder):
+        for old in old_models(self.folder):
             if step >= max(checkpoints(old), default=0):
                 self._delete(old)
 
@@ -361,7 +361,7 @@ class Checkpoint:
             if not index:
                 raise UserError(
                     f"{self.folder} was imported without the state of its optimizer; start a stage from it without "
-                    "--warm-start"
+                    "--load-optimizer"
                 )
             if (wanted.parameter, wanted.kind) not in index:
                 raise UserError(

@@ -75,7 +75,7 @@ HARDWARE_TYPES = {"npu", "cuda", "mps"}
 # Modules that name hardware, though only chips and device should.
 NAMES_HARDWARE: set[str] = set()
 # Packages whose __init__ holds more than a docstring and re-exports.
-CODE_IN_INIT: set[str] = {"config"}
+CODE_IN_INIT: set[str] = set()
 # module -> private names of other files that it uses.
 FOREIGN_PRIVATE: dict[str, str] = {"engine.engine": "_steps"}
 # Names that several classes have which other files import.

@@ -1,4 +1,4 @@
-"""Configs of the commands around training: doctor, explain, plan, clean, setup, launch."""
+"""Configs of the commands around training: doctor, selftest, explain, plan, clean, setup, launch, report, speedrun."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ascendchat.chips import KINDS
-from ascendchat.config import option
+from ascendchat.config.flags import option
 
 if TYPE_CHECKING:
     DeviceType = str
@@ -18,9 +18,11 @@ else:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """What every command that computes has in common."""
+    """Settings of every command that computes on a device."""
 
-    generates = False  # whether it decodes with captured graphs, which an NPU's environment must allow
+    generates = False  # True: it decodes with captured graphs, which an NPU's environment must allow
+
+    "# Device"
     device_type: DeviceType | None = None
     "device to use; by default $ASCENDCHAT_DEVICE, else the best one found"
     npu_debug: bool = False
@@ -58,7 +60,7 @@ class SelftestConfig:
     quick: bool = False
     "smaller shapes, 40 steps of training instead of 200, and no timing"
     only: tuple[str, ...] = ()
-    "items to try instead of all"
+    "names of the items to test, instead of all"
     out: str = "selftest.json"
     "the file to send"
     deadline: float = option(900.0, above=0, most=1e6)
@@ -85,6 +87,7 @@ class ExplainConfig:
 class PlanConfig:
     """Parameters, FLOPs, memory by part, the largest batch that fits, tokens, hours and cost, before the run."""
 
+    "# Model and run"
     goal: Literal["train", "rl", "inference"] = "train"
     "what to plan: training, RL (trainer and rollout together) or inference"
     depth: int = option(20, least=1, most=1000)
@@ -97,20 +100,24 @@ class PlanConfig:
     "tokens per row"
     vocab_size: int = option(32768, least=1, most=1e7)
     "size of the vocabulary"
-    device_batch_size: int | None = option(None, least=1, most=1e6)
-    "rows per device and micro-batch; by default the largest power of two that fits"
-    total_batch_size: int | None = option(None, least=1, most=1e12)
-    "tokens per optimizer step over all devices; by default chosen from the horizon"
     window_pattern: str = "L"
     "layers that see a quarter of the row (S) or all of it (L), repeated over the depth; the last is always L"
     tokens: int | None = option(None, least=1, most=1e18)
     "training tokens; by default target_param_data_ratio times the scaling parameters"
     target_param_data_ratio: float = option(12.0, above=0, most=1e6)
     "training tokens per scaling parameter"
+
+    "# Batch and memory"
+    device_batch_size: int | None = option(None, least=1, most=1e6)
+    "rows per device and micro-batch; by default the largest power of two that fits"
+    total_batch_size: int | None = option(None, least=1, most=1e12)
+    "tokens per optimizer step over all devices; by default chosen from the horizon"
     activation_checkpointing: bool = False
     "recompute activations in the backward pass"
+
+    "# Fine-tuning of an existing model"
     hf_config: str = option("", also=("model",))
-    "plan the fine-tuning of an existing model instead: its Hugging Face folder, or the config.json of it"
+    "plan the fine-tuning of this model: its Hugging Face folder, or the config.json in it"
     lora_rank: int = option(0, least=0, most=1e5)
     "with --model: train adapters of this rank instead of all weights"
     bits: Literal[4] | None = option(None, also=("quantization_bit",))
@@ -118,27 +125,35 @@ class PlanConfig:
     shard: int = option(0, least=0, most=1e5)
     "with --model: devices that hold one copy of the weights together (finetune --shard); 0: every device holds all"
     offload: bool = False
-    "with --shard: the shares wait in the memory of the host (finetune --offload)"
+    "with --shard: the shards are kept in the memory of the host (finetune --offload)"
+
+    "# RL and inference"
     rollout_devices: int = option(0, least=0, most=1e6)
     "RL: devices that only generate; by default trainer and rollout share all devices"
-    mfu: float | None = option(None, above=0, most=1)
-    "share of the peak you expect to reach, 0.4 for 40 %; by default a measured or cautious figure per type of device"
-    price: float | None = option(None, least=0, most=1e9)
-    "price per device-hour, for the cost"
-    hop_microseconds: float = option(20.0, least=0, most=1e6)
-    "several nodes: time of the shortest message between two of them"
-    jitter: float = option(0.01, least=0, most=1)
-    "several nodes: spread (standard deviation) of a device's computing time, as a share of it"
-    device_mtbf_hours: float = option(50_000.0, above=0, most=1e9)
-    "several nodes: hours that one device runs between two failures, of itself or of its share of the node"
-    restart_seconds: float = option(120.0, least=0, most=1e6)
-    "several nodes: from a failure until all ranks are connected again, without reading the checkpoint"
-    storage_speed: float = option(10.0, above=0, most=1e6)
-    "several nodes: GB/s that the shared storage delivers to all of them together"
-    save_every: int = option(500, least=1, most=1e9)
-    "several nodes: steps between checkpoints"
     context: int | None = option(None, least=1, most=1e7)
     "inference, RL: tokens per sequence in the key-value cache; by default max_seq_len"
+
+    "# Time and cost"
+    mfu: float | None = option(None, above=0, most=1)
+    "model FLOPs utilization you expect, 0.4 for 40 %; by default a measured or cautious figure per device type"
+    price: float | None = option(None, least=0, most=1e9)
+    "price per device-hour, for the cost"
+
+    "# Several nodes"
+    hop_microseconds: float = option(20.0, least=0, most=1e6)
+    "latency of the shortest message between two nodes, in microseconds"
+    jitter: float = option(0.01, least=0, most=1)
+    "standard deviation of a device's computing time, as a share of it"
+    device_mtbf_hours: float = option(50_000.0, above=0, most=1e9)
+    "mean hours between two failures of one device, its share of the node's failures included"
+    restart_seconds: float = option(120.0, least=0, most=1e6)
+    "seconds from a failure until all ranks are connected again, without reading the checkpoint"
+    storage_speed: float = option(10.0, above=0, most=1e6)
+    "GB/s that the shared storage delivers to all nodes together"
+    save_every: int = option(500, least=1, most=1e9)
+    "steps between checkpoints"
+
+    "# Output"
     json: bool = False
     "print one JSON object"
 
@@ -148,7 +163,7 @@ class CleanConfig:
     """List what holds devices, shared memory and disk, how much each would free, and free what you confirm."""
 
     yes: bool = False
-    "free everything listed that is yours, without asking"
+    "free everything in the list that is yours, without asking"
     dry_run: bool = False
     "only list"
     json: bool = False
@@ -161,10 +176,10 @@ class CleanConfig:
 
 @dataclass(frozen=True)
 class SetupConfig:
-    """What to install on this machine, in order: driver, CANN, torch and torch_npu that fit, ascendchat, mirrors."""
+    """List what to install here, in order: driver, CANN, torch and torch_npu that fit, ascendchat, mirrors."""
 
     yes: bool = False
-    "run the steps that pip does"
+    "run the steps that are done by pip"
     device_type: DeviceType | None = None
     "device to install for; by default the best one found"
     index: str = ""
@@ -201,9 +216,6 @@ class LaunchConfig:
     "seconds that the ranks get to save and stop after SIGTERM or SIGINT"
 
 
-# Config of `ascendchat report`.
-
-
 @dataclass(frozen=True)
 class ReportConfig:
     """Curves, tables, samples and environment of a run, or of several side by side, in one file."""
@@ -212,7 +224,7 @@ class ReportConfig:
     """names of runs; by default the newest. Runs that differ in nothing but their seed are shown as their mean and its
     95 % confidence band"""
     out: str = ""
-    """file to write; its ending says the form: .html, all in one file, or .md, with plots beside it; by default
+    """file to write; its ending is the format: .html, all in one file, or .md, with plots beside it; by default
     report.html in the folder of the first run"""
     price: float | None = option(None, least=0, most=1e9)
     "price per device-hour, for the cost"
@@ -222,9 +234,6 @@ class ReportConfig:
     "address on which --watch listens"
     port: int = option(8008, least=0, most=65535)
     "port on which --watch listens; 0: a free one"
-
-
-# Config of `ascendchat speedrun`.
 
 
 @dataclass(frozen=True)
@@ -242,11 +251,11 @@ class SpeedrunConfig:
     sets: str = ""
     "folder of text and sets that the recipe calls $SETS; by default $ASCENDCHAT_SETS"
     from_stage: str = option("", also=("from",))
-    "begin at this stage, such as mid or eval: those before it are taken as they are"
+    "begin at this stage, such as mid or eval; earlier ones are taken as they are"
     only: tuple[str, ...] = ()
     "run these stages only, such as base,mid"
     fresh: bool = False
-    "run the stages again, even those that are done"
+    "run all stages again, finished ones too"
     serve: bool = False
     "afterwards serve the page and the API of the model, until Ctrl-C"
     dry_run: bool = False

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ascendchat.chips import KINDS
-from ascendchat.config import install_command
 from ascendchat.errors import UserError, nearest
+from ascendchat.version import install_command
 
 # Prints "type count". In its own process: importing torch is slow, and this one must not hold a device.
 COUNT_PROGRAM = """
 import sys
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.device import pick
 from ascendchat.device.env import prepare_environment
 kind = sys.argv[1] or None

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascendchat.chips import KINDS
-from ascendchat.config import in_clone
 from ascendchat.config.commands import SetupConfig
 from ascendchat.config.data import HUGGING_FACE, MIRROR
 from ascendchat.config.language import language
@@ -32,6 +31,7 @@ from ascendchat.doctor.checks_npu import cann, cann_home, driver, set_env
 from ascendchat.doctor.machine import Machine
 from ascendchat.doctor.probe import Probe
 from ascendchat.errors import UserError, home
+from ascendchat.version import in_clone
 
 NOT_PROBED = Probe({}, "not asked")
 HUB_TIMEOUT = 5.0  # seconds; on a usable network a hub answers sooner

@@ -106,7 +106,7 @@ def score_model(
         for text in core_lines(report):
             say(text)
         result["core"] = {**report.to_dict(), "settings": machine | settings | {"bundle": str(bundle)}}
-    for text in filter(None, (each.kept_instead() for each in new.values())):
+    for text in filter(None, (each.better_earlier() for each in new.values())):
         say(text)
     return result
 

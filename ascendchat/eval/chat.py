@@ -113,7 +113,7 @@ def sandbox_line() -> str:
 def print_report(new: NewResults, as_json: bool, say: Callable[[str], None]) -> None:
     """Print the summary numbers, the table of stages, and with --json one object: the results of this evaluation, and
     earlier ones of the same weights with the same settings."""
-    if notice := new.kept_instead():
+    if notice := new.better_earlier():
         say(notice)
     rows = new.with_earlier()
     tasks = {name: rows[name]["result"] for name in EVALUATIONS if name in rows and rows[name]["examined"]}
@@ -173,8 +173,9 @@ def evaluate_model(config: EvalChatConfig, names: Sequence[str], here: Context) 
     say(f"{folder}: {parameters / 1e6:.1f} M parameters, {len(tasks)} of {len(names)} tasks")
     if config.max_new_tokens >= context and any(task.kind == "reply" for task in tasks):
         say(f"prompt and reply share {context} tokens: a long prompt leaves half of them, not {config.max_new_tokens}")
-    settings = {name: getattr(config, name) for name in ("max_new_tokens", "samples", "temperature", "seed")}
-    about = {"evaluation": "chat", **opened.identity, **opened.machine, "settings": {**settings, "context": context}}
+    settings = {"max_new_tokens": config.max_new_tokens, "samples": config.samples, "temperature": config.temperature}
+    settings |= {"seed": config.seed, "context": context}
+    about = {"evaluation": "chat", **opened.identity, **opened.machine, "settings": settings}
     new = NewResults(opened.source.results_folder, about, main=here.main)
     for name, why in missing.items():
         new.add(name, 0, 0, {"missing": why}, source_of(name, config.source))

@@ -6,8 +6,8 @@ import os
 import sys
 from types import ModuleType
 
-from ascendchat.config import install_command
 from ascendchat.errors import UserError
+from ascendchat.version import install_command
 
 
 def library() -> ModuleType:

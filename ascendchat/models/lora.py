@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ascendchat.checkpoint import Unfit, check_fit, write_tensors
-from ascendchat.config import install_command
 from ascendchat.errors import UserError, nearest
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.models.import_transformers import library
+from ascendchat.version import install_command
 
 NAME = "default"  # peft's name for the only adapter
 PREFIX = "base_model.model."  # before each name in peft's own files

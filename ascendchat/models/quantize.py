@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascendchat.config import install_command
 from ascendchat.errors import UserError
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.models.import_transformers import library
 from ascendchat.sizes.memory import bytes_text
+from ascendchat.version import install_command
 
 BITS_ERRORS = (RuntimeError, AttributeError, OSError, TypeError, ValueError)  # where its native libraries are missing
 

@@ -291,7 +291,8 @@ def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Pa
         "client-timeout": config.rollout_timeout,
         "drain": 1,
     }
-    settings |= {name: value for name in ("tokenizer", "attention") if (value := getattr(config, name))}
+    settings |= {"tokenizer": config.tokenizer} if config.tokenizer else {}
+    settings |= {"attention": config.attention} if config.attention else {}
     flags = [f"--{name}={value}" for name, value in settings.items()]
     return [sys.executable, "-m", "ascendchat", "serve", "--weight-updates", "--no-web", *flags]
 

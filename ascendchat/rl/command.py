@@ -59,7 +59,6 @@ MAX_MEASURED = 256  # questions whose length is looked at
 # Two-step problems, and what is nearest to them: with them alone, answers to one-step problems fell from 99 to 41 %.
 NEAREST = tuple(f"toy_{topic}_{language}=0.1" for topic in ("problem", "arithmetic") for language in LANGUAGES)
 TOY_QUESTIONS = ("toy_problems=0.6", *NEAREST)
-NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size", "dataset_dir", "preview"  # of mid and sft
 
 
 def default_questions(learnt_from: Sequence[str]) -> tuple[str, ...]:
@@ -70,11 +69,6 @@ def default_questions(learnt_from: Sequence[str]) -> tuple[str, ...]:
 
 def run(config: RlConfig) -> int:
     """The command."""
-    if asked := next((name for name in NOT_HERE if getattr(config, name)), ""):
-        raise UserError(
-            f"--{asked.replace('_', '-')} means nothing here; a step is --prompts-per-step times --samples answers, "
-            "and the run starts from weights alone"
-        )
     check_addresses(config.rollouts)
     with training_context(config) as here, ExitStack() as stack:
         config = replace(config, attend=config.attend or "document")
@@ -146,22 +140,22 @@ def generator_of(
 
 
 def source_of(config: RlConfig, rollout: Rollout, steps: int) -> SyncRolloutSource:
-    """The source of groups for --rhythm."""
-    if config.rhythm != "sync" and not rollout.generator.elsewhere:
+    """The source of groups for --rollout-mode."""
+    if config.rollout_mode != "sync" and not rollout.generator.elsewhere:
         raise UserError(
-            f"--rhythm {config.rhythm} generates while it trains: give the address of a server (--rollouts), or let "
-            "one be started on devices of its own (--rollout-devices)"
+            f"--rollout-mode {config.rollout_mode} generates while it trains: give the address of a server "
+            "(--rollouts), or let one be started on devices of its own (--rollout-devices)"
         )
     world = collectives.world()
     schedule = RolloutSchedule(
         per_batch=config.prompts_per_step,
-        staleness=config.staleness if config.rhythm == "async" else 0,
+        staleness=config.staleness if config.rollout_mode == "async" else 0,
         refill=config.refill if PRESETS[config.preset].drop_equal else 0,
         batches=-(-steps // config.updates),
         rank=world.rank,
         ranks=world.size,
     )
-    return (SyncRolloutSource if config.rhythm == "sync" else AsyncRolloutSource)(rollout, schedule)
+    return (SyncRolloutSource if config.rollout_mode == "sync" else AsyncRolloutSource)(rollout, schedule)
 
 
 def rollout_of(
@@ -236,7 +230,7 @@ def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: i
     counted = shape if isinstance(shape, Shape) else shape.counted
     beside = sum(caches(counted, chip, slots, shape.seq_len).values()) + (policy_logits(chip) if own else 0)
     total = here.world.size * batch_rows(answers) * shape.seq_len
-    split = share_out(config, shape, here.device, total, beside)
+    split = share_out(config, shape, here.device, total, beside=beside)
     while not config.device_batch_size and split.rows * shape.seq_len > BUSY_TOKENS and (less := split.smaller()):
         split = less
     return split

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.checkpoint import Checkpoint
+from ascendchat.config import as_dict
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.engine import Engine
@@ -313,7 +314,8 @@ class RlStage(Stage):
     def identity(self) -> dict[str, Any]:
         config, origin = self.config, self.origin
         names = "preset clip_low clip_high correction kl batch_invariant prompts_per_step samples max_new_tokens"
-        names += " temperature top_k refill rhythm staleness"
+        names += " temperature top_k refill staleness"
+        settings = as_dict(config)
         return {
             "stage": "rl",
             "shape": self.model.shape.to_dict(),
@@ -324,7 +326,8 @@ class RlStage(Stage):
             "reward": ",".join(config.reward) + (f" in {config.workflow}" if config.workflow else ""),
             "start": f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}",
             "updates_per_batch": config.updates,
-            **{name: getattr(config, name) for name in names.split()},
+            "rhythm": config.rollout_mode,
+            **{name: settings[name] for name in names.split()},
         }
 
     def is_spike(self, loss: float, mean: float) -> bool:

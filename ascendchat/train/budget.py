@@ -27,7 +27,7 @@ from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.shape import Shape
 from ascendchat.train.loop import until_it_fits
 from ascendchat.train.model import TrainModel
-from ascendchat.train.rows import share_out
+from ascendchat.train.rows import share_out, total_flag
 
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
 KEPT_SPEED = 0.94  # of the measured speed is what a run keeps, besides the optimizer: a warm chip, other text
@@ -63,8 +63,8 @@ def token_budget(config: BaseConfig, shape: Shape) -> int:
 
 def steps_of(config: BaseConfig, shape: Shape, learner: TrainModel, tokens: int, total: int) -> tuple[Split, int]:
     """Split `total` tokens a step, or the batch of the flags, over the devices; also the steps over `tokens`."""
-    total = config.total_batch_size or total
-    split = share_out(config, shape, learner.device, total, packaged=learner.packaged)
+    given = config.total_batch_size
+    split = share_out(config, shape, learner.device, given or total, given=total_flag(given), packaged=learner.packaged)
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 

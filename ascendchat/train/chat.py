@@ -40,6 +40,7 @@ from ascendchat.train.rows import (
     row_facts,
     row_identity,
     share_out,
+    total_flag,
 )
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer, updates_of
@@ -127,12 +128,13 @@ def batch_and_steps(config: ChatTrainConfig, shape: Shape, learner: TrainModel, 
     total = config.total_batch_size or batch_for(int(rows * shape.seq_len * config.epochs), shape.seq_len)
     if config.target_examples_per_step:
         total = config.target_examples_per_step * shape.seq_len
-    split = share_out(config, shape, learner.device, total, packaged=learner.packaged)
+    given = total_flag(config.total_batch_size, config.target_examples_per_step)
+    split = share_out(config, shape, learner.device, total, given=given, packaged=learner.packaged)
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
 
-def run_stage(config: ChatTrainConfig, name: StageName) -> int:
+def run_stage(config: MidConfig | SftConfig, name: StageName) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
     with training_context(config) as here:
         origin = initial_checkpoint(config, name, here.say)
@@ -160,7 +162,7 @@ def run_stage(config: ChatTrainConfig, name: StageName) -> int:
         split, steps = batch_and_steps(config, shape, learner, mixture.per_epoch)
         stage = chat_stage(name, learner, split, steps, mixture, tokenizer, config, origin)
         if not saved:
-            begin_from(origin, stage.optimizer, config.warm_start)
+            begin_from(origin, stage.optimizer, config.load_optimizer)
 
         def add_files(run: Path) -> None:
             tokenizer.save(run / "tokenizer")  # a model without its tokenizer is lost

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from ascendchat.checkpoint import UNWRITTEN, to_continue
-from ascendchat.config import NotSaved
+from ascendchat.config import flags_set
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
 from ascendchat.data.chat.preview import colours, preview_mixture
 from ascendchat.data.mixture import Batches, absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
-from ascendchat.errors import UserError
+from ascendchat.errors import NotSaved, UserError
 from ascendchat.models.export import export, export_adapter
 from ascendchat.models.hf_checkpoint import CONFIG_FOLDER
 from ascendchat.models.jinja_template import ChatTemplate
@@ -52,14 +52,13 @@ from ascendchat.train.chat import chat_evaluation, chat_identity
 from ascendchat.train.evaluation import Evaluation, reply_loss
 from ascendchat.train.model import TrainModel, optimizer_for
 from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
-from ascendchat.train.rows import RowStage, curve, learning_rates, row_facts, seeder, share_out
+from ascendchat.train.rows import RowStage, curve, learning_rates, row_facts, seeder, share_out, total_flag
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
-from ascendchat.train.start import InitialModel, check_output, from_checkpoint, from_hf, hf_source, learner_of
+from ascendchat.train.start import InitialModel, check_output, from_checkpoint, from_hf, hf_source, kept, learner_of
 
 FEW_STEPS = 100  # a step takes fewer rows where the run would have fewer steps than this
 FULL_RATE, LORA_RATE, MUON_RATE = 1e-5, 1e-4, 1e-3
-NOT_HERE = "warm_start", "warmdown_ratio", "embedding_lr", "unembedding_lr", "scalar_lr"  # of our own models
 OWN_FACTOR = 0.05  # on the rates of pretraining, for pairs
 LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora"
 
@@ -152,17 +151,15 @@ def run(config: FinetuneConfig) -> int:
 
 def learn_pairs(config: FinetuneConfig) -> int:
     """`--stage dpo`, `orpo` or `simpo`; see preference.py."""
-    for name in ("muon", "lora_dropout"):
-        if getattr(config, name):
-            raise UserError(f"--{name.replace('_', '-')} is for --stage sft; leave it out")
+    for flag in flags_set(config, ("muon", "lora_dropout")):
+        raise UserError(f"{flag} is for --stage sft; leave it out")
     if config.attend == "row":
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
     with finetuning_context(config) as here:
         config = replace(config, attend="document")
         if hf_source(config, here) is None and config.start and not config.lora:  # a model of our own
-            for name in ("output_dir", "shard"):
-                if getattr(config, name):
-                    raise UserError(f"--{name.replace('_', '-')} is for models of Hugging Face; leave it out")
+            for flag in flags_set(config, ("output_dir", "shard")):
+                raise UserError(f"{flag} is for models of Hugging Face; leave it out")
             factor = OWN_FACTOR if config.lr_multiplier == 1.0 else config.lr_multiplier
             return train_pairs(from_checkpoint(replace(config, lr_multiplier=factor), here, "rl"), here)
         theirs = open_theirs(config, here)
@@ -238,17 +235,14 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
         raise UserError("name the pairs to learn from: --data FILE with the columns prompt, chosen and rejected")
     if not config.data:
         raise UserError("name what to learn: --data FILE of conversations, or a set such as smoltalk")
-    for name in NOT_HERE:
-        if getattr(config, name):
-            raise UserError(f"--{name.replace('_', '-')} is of our own models (`ascendchat sft`); leave it out")
     check_numbers(config)
     lora = config.lora or config.qlora or config.finetuning_type == "lora"
     bits = 4 if config.qlora else config.bits
     if bits:
         check_bits(lora, config.shard)
-    lora_flags = [name for name in LORA_ONLY if getattr(config, name)]
+    lora_flags = flags_set(config, LORA_ONLY)
     if lora_flags and not lora:
-        raise UserError(f"--{lora_flags[0].replace('_', '-')} belongs to LoRA; add --lora, or leave it out")
+        raise UserError(f"{lora_flags[0]} belongs to LoRA; add --lora, or leave it out")
     if config.bf16 and config.fp16:
         raise UserError("bf16 and fp16 exclude each other; give one of them")
     if config.muon and config.shard:
@@ -400,7 +394,8 @@ def batch_and_steps(config: FinetuneConfig, shape: HFShape, here: Context, rows:
     elif not total and config.device_batch_size:
         total = config.device_batch_size * (config.gradient_accumulation_steps or 1) * devices * shape.seq_len
     usual = min(FINETUNE_ROWS, max(1, int(rows * config.epochs) // FEW_STEPS))
-    split = share_out(config, shape, here.device, total or usual * shape.seq_len)
+    given = total_flag(config.total_batch_size, config.target_examples_per_step)
+    split = share_out(config, shape, here.device, total or usual * shape.seq_len, given=given, held=kept(config))
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 

@@ -229,7 +229,9 @@ def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -
     return device.operators() or PlainOps(heads, mlp)
 
 
-def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True) -> TrainModel[GPT]:
+def build(
+    config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True, dropout: float = 0.0
+) -> TrainModel[GPT]:
     """Make model and kernel; weights are drawn on the host, so every device starts alike. `packaged`: False where
     values computed with gradients are compared with values computed without, which a package rounds otherwise."""
     device = here.device
@@ -242,7 +244,7 @@ def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = T
             "with every batch; train without compiling (--no-compile), or over whole rows (--attend row)"
         )
     here.say("a token sees its own document only" if by_document else "a token sees the whole row before it")
-    ops, dropout = operators(config, shape, here, packaged), getattr(config, "dropout", 0.0)
+    ops = operators(config, shape, here, packaged)
     model = GPT(shape, ops, checkpoint_activations=config.activation_checkpointing, dropout=dropout)
     model.initialise(config.seed)
     place = here.place

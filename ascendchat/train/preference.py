@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.checkpoint import UNWRITTEN, Damaged, read_file, to_continue, write_weights
+from ascendchat.config import flags_set, spelling
 from ascendchat.config.finetune import FinetuneConfig, PreferenceOptions
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
 from ascendchat.data.chat.pairs import PairBatch, PairBatches
@@ -58,10 +59,11 @@ from ascendchat.train.rows import (
     row_facts,
     row_identity,
     share_out,
+    total_flag,
 )
 from ascendchat.train.run import train_stage
 from ascendchat.train.stage import Loss, Optimizer
-from ascendchat.train.start import InitialModel, check_output
+from ascendchat.train.start import InitialModel, check_output, kept
 
 BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 GAMMA = 0.5
@@ -73,7 +75,6 @@ TAKEN_BY = {  # which losses use a number of PreferenceOptions
 RATES = {"dpo": 1e-6, "orpo": 5e-6, "simpo": 1e-6}  # of all weights of a Hugging Face model
 ADAPTER_RATE = 5e-6
 PAIRS_PER_STEP, FEW_STEPS = 32, 100  # fewer pairs where the run would have fewer steps
-NOT_HERE = "warm_start", "source"  # flags of mid and sft without a meaning here
 _Config = TypeVar("_Config", bound=FinetuneConfig)
 
 
@@ -90,9 +91,9 @@ def check_numbers(config: FinetuneConfig) -> None:
     """Refuse a hyperparameter that the loss would not use."""
     method = method_of(config)
     for name, losses in TAKEN_BY.items():
-        if getattr(config, name) and method not in losses:
+        if flags_set(config, [name]) and method not in losses:
             raise UserError(
-                f"--{name.replace('_', '-')} is used by --stage {'|'.join(losses)}, not by {method}; leave it out, "
+                f"{spelling(name)} is used by --stage {'|'.join(losses)}, not by {method}; leave it out, "
                 "or choose such a stage"
             )
 
@@ -325,7 +326,9 @@ def batch_and_steps(config: FinetuneConfig, shape: Any, device: Device, mixture:
     if not total:
         most = wanted if config.target_examples_per_step else min(wanted, bins * config.epochs / FEW_STEPS)
         total = max(1, round(most)) * length
-    split = share_out(replace(config, device_batch_size=fixed), doubled(shape), device, total)
+    given = total_flag(config.total_batch_size, config.target_examples_per_step)
+    config = replace(config, device_batch_size=fixed)
+    split = share_out(config, doubled(shape), device, total, given=given, held=kept(config))
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(bins * config.epochs / per_step))
 
@@ -343,8 +346,8 @@ def for_pairs(config: _Config) -> _Config:
     method_of(config)
     if not config.data:
         raise UserError("name the pairs to learn from: --data FILE with the columns prompt, chosen and rejected")
-    if name := next((name for name in NOT_HERE if getattr(config, name)), ""):
-        raise UserError(f"--{name.replace('_', '-')} means nothing for pairs; leave it out")
+    if config.source:
+        raise UserError("--source means nothing for pairs; leave it out")
     if config.attend == "row":
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
     return replace(config, attend="document")

@@ -191,7 +191,7 @@ def run(config: BaseConfig) -> int:
             here.say(f"rows of {row} tokens instead of {USUAL_ROW}: there is time for few steps of such long ones")
         config = with_attend(replace(config, depth=depth, max_seq_len=row), saved, "row")
         shape = shape_of(config, text.corpora[0][0].vocab_size)
-        learner = build(config, shape, here)
+        learner = build(config, shape, here, dropout=config.dropout)
         split, steps = plan_run(config, learner, text.corpora, saved, here.say)
         if (times := passes(text.corpora, steps * split.total)) > 0.95 * MAX_PASSES:
             here.say(

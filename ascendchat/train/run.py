@@ -31,9 +31,10 @@ _Config = TypeVar("_Config", bound=TrainConfig)
 def training_context(config: StepConfig, dtype: str | None = None) -> Iterator[Context]:
     """The context of a training command; a chip that is made for inference is refused. `dtype` wins over that of the
     device. A name and trackers that cannot be had are refused before anything is prepared."""
-    if name := getattr(config, "run", ""):
-        run_folder(name, "")
-    check_track(getattr(config, "track", ()))
+    if isinstance(config, TrainConfig):  # `bench train` has no run
+        if config.run:
+            run_folder(config.run, "")
+        check_track(config.track)
     device = pick(config.device_type, dtype=dtype, compiled=config.compile)
     if not device.chip.trains:
         raise UserError(

@@ -20,7 +20,7 @@ from typing import Any
 from ascendchat.checkpoint import WRITING
 from ascendchat.parallel import collectives
 from ascendchat.processes import lost_ranks
-from ascendchat.runs.run import Run, notice
+from ascendchat.runs.run import Run, old_models_notice
 
 LAST = 10.0  # seconds for a checkpoint that is being written when another rank dies
 SAME = 0.5  # seconds: `timeout` and job managers send one signal twice, to the process and to its group
@@ -74,7 +74,7 @@ class StopSignals:
         if self.run.main:
             cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar has hidden it
             with contextlib.suppress(OSError):
-                os.write(2, f"{cursor}{reason}\n{notice(self.run.folder)}".encode().rstrip() + b"\n")
+                os.write(2, f"{cursor}{reason}\n{old_models_notice(self.run.folder)}".encode().rstrip() + b"\n")
                 self.run.note(status="stopped", ended=round(time.time(), 3))
         os._exit(128 + number)
 

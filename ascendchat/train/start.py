@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ascendchat.checkpoint import Checkpoint, Damaged, Shard, newest, verify
 from ascendchat.chips import Chip
-from ascendchat.config.train import STAGES, ChatTrainConfig, StageName, StepConfig
+from ascendchat.config import flags_set
+from ascendchat.config.finetune import FinetuneConfig
+from ascendchat.config.train import STAGES, HFTrainConfig, OwnModelConfig, StageName, StartConfig
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.open import check_engine
 from ascendchat.errors import UserError, home
@@ -52,7 +54,7 @@ LARGE = 2e9  # parameters from which RL and pairs take the smaller learning rate
 RATES = 1e-5, 1e-6
 OWN_RATES = "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr"  # flags for kinds of weights of our own GPT
 
-_Config = TypeVar("_Config", bound=ChatTrainConfig)
+_Config = TypeVar("_Config", bound=HFTrainConfig)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def initial_model(config: _Config, here: Context, stage: StageName) -> InitialMo
 # ---- a checkpoint of our own GPT ---------------------------------------------------------------
 
 
-def initial_checkpoint(config: ChatTrainConfig, stage: StageName, say: Callable[[str], None]) -> OwnCheckpoint:
+def initial_checkpoint(config: StartConfig, stage: StageName, say: Callable[[str], None]) -> OwnCheckpoint:
     """The checkpoint that --start names: a folder, or a run (its last earlier stage); by default this run's own."""
     named = config.start
     if named and (Path(named) / "config.json").is_file():
@@ -130,7 +132,7 @@ def only_weights(read: Callable[[Shard], Tensor]) -> Callable[[Shard], Tensor]:
 
 def from_checkpoint(config: _Config, here: Context, stage: StageName) -> InitialModel[_Config]:
     """Our own GPT of a stage before `stage`; InitialModel.load_weights reads its weights into the optimizer."""
-    if getattr(config, "learning_rate", None) is not None:
+    if config.learning_rate is not None:
         raise UserError("--learning-rate is of Hugging Face models; ours have one per kind of weight: --lr-multiplier")
     source = initial_checkpoint(config, stage, here.say)
     shape, folder = source.shape, Path(config.tokenizer or source.tokenizer_folder).resolve()
@@ -149,16 +151,17 @@ def from_checkpoint(config: _Config, here: Context, stage: StageName) -> Initial
 # ---- a Hugging Face model ----------------------------------------------------------------------
 
 
-def from_hf(config: ChatTrainConfig, here: Context, lora: LoraSettings | None = None) -> TrainableModel | None:
+def from_hf(config: HFTrainConfig, here: Context, lora: LoraSettings | None = None) -> TrainableModel | None:
     """The Hugging Face model that --start names, or that a run of ours has trained, on its device; None where --start
     names something else. With `lora` it is frozen and gets adapters."""
     source = hf_source(config, here)
     if source is None:
         return None
-    for name in OWN_RATES:
-        if getattr(config, name) is not None and not (name == "matrix_lr" and getattr(config, "muon", False)):
-            raise UserError(f"--{name.replace('_', '-')} is of our own models; here --learning-rate is that of all")
-    if lora is not None and isinstance(source, HFCheckpoint) and getattr(config, "output_dir", None):
+    finetune = config if isinstance(config, FinetuneConfig) else None
+    own = OWN_RATES if isinstance(config, OwnModelConfig) else () if finetune and finetune.muon else ("matrix_lr",)
+    for flag in flags_set(config, own):
+        raise UserError(f"{flag} is of our own models; here --learning-rate is that of all")
+    if lora is not None and isinstance(source, HFCheckpoint) and finetune and finetune.output_dir:
         raise UserError(
             f"the adapters would be for {source.folder}, a run of ours, which peft cannot open: leave out "
             "--output-dir, and export the merged model afterwards: ascendchat export --run NAME --out DIR"
@@ -166,6 +169,7 @@ def from_hf(config: ChatTrainConfig, here: Context, lora: LoraSettings | None = 
     refuse_too_large(source.config_folder, config, here)
     if config.fp8:
         here.say("--fp8 is ignored: it is for our own models")
+    held = kept(config)
     return open_for_training(
         source,
         here,
@@ -173,15 +177,15 @@ def from_hf(config: ChatTrainConfig, here: Context, lora: LoraSettings | None = 
         tokenizer=config.tokenizer,
         trial=check_engine,
         lora=lora,
-        bits=getattr(config, "bits", None),
+        bits=held.bits,
         seed=config.seed,
         checkpoint_activations=config.activation_checkpointing,
-        shard=getattr(config, "shard", 0),
-        offload=bool(getattr(config, "offload", False)),
+        shard=held.shard,
+        offload=held.offload,
     )
 
 
-def hf_source(config: ChatTrainConfig, here: Context) -> HFFolder | HFCheckpoint | None:
+def hf_source(config: HFTrainConfig, here: Context) -> HFFolder | HFCheckpoint | None:
     """The files of that model, unread; None where --start names something else."""
     named = config.start
     if named and (files := files_at(named)):
@@ -204,7 +208,7 @@ def hf_source(config: ChatTrainConfig, here: Context) -> HFFolder | HFCheckpoint
     return source if isinstance(source, HFCheckpoint) else None
 
 
-def learner_of(opened: TrainableModel, config: ChatTrainConfig, here: Context) -> TrainModel:
+def learner_of(opened: TrainableModel, config: HFTrainConfig, here: Context) -> TrainModel:
     """The model with the attention kernel that runs here."""
     device = here.device
     kernel, why = choose(device.type, device.dtype, opened.model.shape.head_dim, config.attention)
@@ -214,15 +218,15 @@ def learner_of(opened: TrainableModel, config: ChatTrainConfig, here: Context) -
     return learner
 
 
-def refuse_too_large(folder: Path, config: StepConfig, here: Context) -> None:
+def refuse_too_large(folder: Path, config: HFTrainConfig, here: Context) -> None:
     """Refuse, before any weight is read, a model that cannot be trained here; the error says what would fit."""
     path = folder / "config.json"
     values: dict[str, Any] = read_json(path) if path.is_file() else {}
     if values.get("model_type") not in FAMILIES:  # the type of a GGUF file is known when it is open
         return
     longest = int(values.get("max_position_embeddings") or ROW)
-    counted = from_config(values, min(getattr(config, "max_seq_len", None) or ROW, longest))
-    most_rows(counted, here.device.chip, here.world.size, config.activation_checkpointing, **kept(config))
+    counted = from_config(values, min(config.max_seq_len or ROW, longest))
+    most_rows(counted, here.device.chip, here.world.size, config.activation_checkpointing, **kept(config)._asdict())
 
 
 def check_output(named: str, saved: Checkpoint | None, steps: int) -> None:
@@ -236,11 +240,21 @@ def learning_rate(shape: HFShape, given: float | None) -> float:
     return given or RATES[shape.total_parameters >= LARGE]
 
 
-def kept(config: StepConfig) -> dict[str, Any]:
-    """The settings that decide how much memory training takes, for `most_rows`."""
-    rank = (getattr(config, "lora_rank", None) or LoraSettings.rank) if getattr(config, "lora", False) else 0
-    how = {"lora_rank": rank, "bits": getattr(config, "bits", None)}
-    return {**how, "shard": getattr(config, "shard", 0), "offload": bool(getattr(config, "offload", False))}
+class Holding(NamedTuple):
+    """How the weights of a Hugging Face model are held in training, as sizes/hf.py counts it."""
+
+    lora_rank: int = 0  # of the adapters; 0: all weights are trained
+    bits: int | None = None  # of the frozen base; None: the dtype of the run
+    shard: int = 0  # devices that hold one copy together; 0: every device holds all
+    offload: bool = False  # to the memory of the host
+
+
+def kept(config: HFTrainConfig) -> Holding:
+    """How the weights are held: `finetune` has flags for it, `rl` trains whole models."""
+    if not isinstance(config, FinetuneConfig):
+        return Holding()
+    rank = (config.lora_rank or LoraSettings.rank) if config.lora else 0
+    return Holding(rank, config.bits, config.shard, config.offload)
 
 
 def most_rows(counted: HFModel, chip: Chip, devices: int, checkpointing: bool, *, beside: int = 0, **how: Any) -> int:

@@ -193,9 +193,9 @@ class Collector:
 
 
 def help_texts(collector: Collector) -> set[str]:
-    """One line per command, the head of its page, the text under each flag, and what is given to `translate`."""
+    """One line per command; head, headings and texts of its page; arguments of `translate`."""
     from ascendchat.cli import COMMANDS
-    from ascendchat.config.help import field_docs
+    from ascendchat.config.help import field_docs, field_groups
 
     texts = set()
     for target, _, line in COMMANDS.values():
@@ -203,10 +203,23 @@ def help_texts(collector: Collector) -> set[str]:
         cls = getattr(importlib.import_module(f"ascendchat.config.{module}"), name)
         docs = field_docs(cls)
         texts |= {line, " ".join(cls.__doc__.split()), *(docs[f.name] for f in dataclasses.fields(cls))}
+        texts |= set(filter(None, field_groups(cls)))
     collector.texts = {text.replace("{", "{{").replace("}", "}}") for text in texts}
     for where, call in collector.calls["translate"]:
         collector.keep(collector.whole(call.args[0], where))
     return collector.texts
+
+
+def reasons() -> set[str]:
+    """The sentences for settings that a command does not have: `not_used` and `refused` of its config class."""
+    from ascendchat.cli import COMMANDS
+
+    texts: set[str] = set()
+    for target, _, _ in COMMANDS.values():
+        module, name = target.split(":")
+        cls = getattr(importlib.import_module(f"ascendchat.config.{module}"), name)
+        texts |= {*getattr(cls, "not_used", {}).values(), *getattr(cls, "refused", {}).values()}
+    return texts
 
 
 def ranges() -> set[str]:
@@ -264,7 +277,7 @@ def every_text() -> dict[str, set[str]]:
     from ascendchat import chips
 
     collector = Collector()
-    errors = collector.texts | ranges() | set(chips._FAMILIES.values())
+    errors = collector.texts | ranges() | reasons() | set(chips._FAMILIES.values())
     lines = help_texts(collector) - errors
     return {"errors": errors, "help": lines, "plan": plan_texts(collector) - lines - errors}
 

@@ -18,9 +18,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ascendchat import processes
-from ascendchat.config import NotSaved, parse
+from ascendchat.config import parse
 from ascendchat.config.commands import LaunchConfig
-from ascendchat.errors import OutOfMemory, UserError, home
+from ascendchat.errors import NotSaved, OutOfMemory, UserError, home
 from ascendchat.launch import command, plan, rank, torchrun
 
 SLURM = {"SLURM_JOB_ID": "42", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}

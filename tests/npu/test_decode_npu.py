@@ -101,8 +101,8 @@ def test_lengths_come_from_the_host_and_graphs_are_updated(device: Device) -> No
 FAULTY = """
     import torch
     from ascendchat.device import pick
-    from ascendchat.config import UserError
     from ascendchat.device.npu_attention import NpuFusion
+    from ascendchat.errors import UserError
     from ascendchat.nn.attention import Reference, choose, kernels
     from ascendchat.nn.attention import cache_mask
     from ascendchat.nn.attention import decode_fault

@@ -28,7 +28,7 @@ OnNpu = Callable[..., Any]
 PROGRAM = """
 import json
 from ascendchat.chips import KINDS
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.device import pick
 def result(*values):
     print("RESULT " + json.dumps(values))

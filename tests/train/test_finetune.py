@@ -16,9 +16,8 @@ import torch
 
 from ascendchat.checkpoint import newest
 from ascendchat.cli import main
-from ascendchat.config import NotSaved
 from ascendchat.data.mixture import Batches
-from ascendchat.errors import UserError, home
+from ascendchat.errors import NotSaved, UserError, home
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS, dense
 from ascendchat.nn.optim import muon_groups
