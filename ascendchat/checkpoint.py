@@ -34,7 +34,7 @@ from ascendchat.config import NotSaved
 from ascendchat.errors import UserError
 from ascendchat.files import flush, sha256, usual_mode, write_atomic
 from ascendchat.parallel import collectives
-from ascendchat.processes import ended
+from ascendchat.processes import lost_ranks
 from ascendchat.runs.run import begun_by_this_launch, checkpoints, earlier
 
 
@@ -265,7 +265,7 @@ class Writer:
             while not part.exists():
                 if (failed := draft / f"failed-{index}").exists():
                     raise OSError(f"rank {index} could not write its part: {failed.read_text() or 'no room'}")
-                if index in ended() and not part.exists():
+                if index in lost_ranks() and not part.exists():
                     raise _PartMissing(f"rank {index} has ended and did not write its part")
                 if time.monotonic() > deadline:
                     raise _PartMissing(f"rank {index} did not write its part; is {self.folder} shared by all nodes?")

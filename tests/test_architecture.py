@@ -77,12 +77,10 @@ NAMES_HARDWARE: set[str] = set()
 # Packages whose __init__ holds more than a docstring and re-exports.
 CODE_IN_INIT: set[str] = {"config"}
 # module -> private names of other files that it uses.
-FOREIGN_PRIVATE: dict[str, str] = {"engine.engine": "_steps", "rl.invariant": "_rope"}
+FOREIGN_PRIVATE: dict[str, str] = {"engine.engine": "_steps"}
 # Names that several classes have which other files import.
 SAME_NAME: set[str] = set(
-    (
-        "Asked Connection Failure Group Job Link Model Part Piece Pool Problem Questions Reference Reply Result Sizes"
-    ).split()
+    ("Asked Connection Failure Job Link Model Part Piece Pool Problem Reference Reply Result Sizes").split()
 )
 # A docstring is a sentence with a subject or a verb: none begins like this.
 OPENINGS = re.compile(r"(?:Of|The same|As|What|Whether|Who|How|Where|When)\b")

@@ -485,7 +485,7 @@ def test_a_checkpoint_gets_its_name_when_the_slowest_rank_has_written(
 def test_a_rank_that_never_writes_its_part_is_named(
     gone: set[int], limit: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ascendchat.checkpoint.ended", lambda: gone)
+    monkeypatch.setattr("ascendchat.checkpoint.lost_ranks", lambda: gone)
     monkeypatch.setattr("ascendchat.checkpoint.PART_TIMEOUT", limit)
     writer = Ranks(monkeypatch).writer(0, tmp_path)
     writer.save(1, model={}, shards={}, state={})

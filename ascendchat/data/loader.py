@@ -85,7 +85,7 @@ class Prefetcher:
                 ]
             except BaseException as error:  # noqa: BLE001 (raised again by take, in the caller's thread)
                 batches = error
-            while not stop.is_set():
+            while not stop.is_set():  # a full queue must not keep `close` waiting
                 try:
                     out.put(batches, timeout=0.1)
                     break

@@ -59,10 +59,10 @@ def guard(logs: Path, prefix: str, grace: float) -> None:
     """Wait until the launcher, which holds the other end of the input, is gone; let its ranks save, then kill them."""
     sys.stdin.buffer.read()
     until = time.monotonic() + grace
-    told: set[Path] = set()
+    signalled: set[Path] = set()
     while time.monotonic() < until and signal_groups(paths := pid_files(logs, prefix), 0):
-        signal_groups([path for path in paths if path not in told], signal.SIGTERM)
-        told.update(paths)
+        signal_groups([path for path in paths if path not in signalled], signal.SIGTERM)
+        signalled.update(paths)
         time.sleep(LOOK)
     end_groups(logs, prefix)
 

@@ -68,7 +68,7 @@ class _Logs(LogsSpecs):
         return str(self.plan.logs)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Before each attempt: `envs` holds the environment of each local rank."""
+        """Prepare the folder of an attempt and complete the environment of each local rank."""
         plan, attempt = self.plan, int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
         self.folder = plan.logs / f"attempt_{attempt}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def run_ranks(plan: LaunchPlan, max_restarts: int, grace: float) -> int:
 
 @contextlib.contextmanager
 def _surroundings(plan: LaunchPlan, grace: float) -> Iterator[None]:
-    """torchrun's own words in a file, a guard that survives this process, and no rank left behind."""
+    """Keep torchrun's own messages in a file, start the guard, and leave no rank behind."""
     handler = logging.FileHandler(torchrun_log(plan), encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _logger.addHandler(handler)
@@ -197,8 +197,8 @@ def _surroundings(plan: LaunchPlan, grace: float) -> Iterator[None]:
         end_groups(plan.logs, plan.prefix)
         guard.kill()
         guard.communicate()
-        for number, known in before.items():
-            signal.signal(number, known)
+        for number, previous in before.items():
+            signal.signal(number, previous)
         _logger.removeHandler(handler)
         handler.close()
 
@@ -212,8 +212,8 @@ def torchrun_log(plan: LaunchPlan) -> Path:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], folder: Path, console: bool) -> Failed:
-    """The failure that caused the others. A rank that torchrun stopped (SIGTERM, then SIGKILL, a second at least after
-    the first failure) is not the cause; of the others it is the one whose log ended first."""
+    """Find the failure that caused the others. A rank that torchrun stopped (by SIGTERM, or by SIGKILL a second or more
+    after the first failure) is not the cause; of the others it is the one whose log ended first."""
     began = min(failure.timestamp for failure in failures.values())
 
     def stopped(rank: int) -> bool:
@@ -236,7 +236,7 @@ def first_failure(failures: Mapping[int, ProcessFailure], folder: Path, console:
 
 
 def failure_text(failed: Failed) -> str:
-    """Which rank failed and how, the last lines of its log, and where the rest is."""
+    """Say which rank failed and how, with the last lines of its log and where the rest is."""
     how = f"failed with status {failed.status}"
     with contextlib.suppress(ValueError):  # a status of a program's own choosing
         how = f"was killed by {signal.Signals(failed.status - 128).name}" if failed.status > 128 else how

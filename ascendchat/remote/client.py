@@ -35,7 +35,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
 from ascendchat.errors import UserError
 from ascendchat.remote.completions import PartialAnswer, Unusable, body_of
-from ascendchat.remote.http import ATTEMPT_ERRORS, FIRST_PAUSE, MAX_PAUSE, UNREACHABLE, HTTPClient, Retry
+from ascendchat.remote.http import ATTEMPT_ERRORS, FIRST_PAUSE, MAX_PAUSE, UNREACHABLE, HTTPClient, RetryLater
 from ascendchat.remote.servers import PauseMode, Server
 from ascendchat.remote.vllm import VllmServer, find_out, first_line
 from ascendchat.remote.weights import Scorer, probe_of
@@ -250,9 +250,9 @@ class RemoteGenerator:
         try:
             while not (await asyncio.wait({task}, timeout=self.pulse_every))[0]:
                 if time.monotonic() > end:
-                    raise Retry(f"no answer within {self.http.timeout:g} s")
+                    raise RetryLater(f"no answer within {self.http.timeout:g} s")
                 if self._gate.is_set() and not await self._pulse(PULSE) and not await self.server.is_paused():
-                    raise Retry(f"it does not write a single token within {PULSE:g} s")
+                    raise RetryLater(f"it does not write a single token within {PULSE:g} s")
             return task.result()
         finally:
             task.cancel()
@@ -443,3 +443,6 @@ class _RemoteStream:
 
     def __del__(self) -> None:
         self._task.cancel()
+
+
+Remote = RemoteGenerator  # its former name, which programs of users import

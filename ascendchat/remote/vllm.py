@@ -31,7 +31,7 @@ from ascendchat.engine.request import Weights
 from ascendchat.errors import UserError
 from ascendchat.files import usual_mode
 from ascendchat.remote import weights as transfer
-from ascendchat.remote.http import ATTEMPT_ERRORS, HTTPClient, NoRoute, Retry
+from ascendchat.remote.http import ATTEMPT_ERRORS, HTTPClient, NoRoute, RetryLater
 from ascendchat.remote.servers import OurServer, PauseMode, Server
 from ascendchat.remote.weights import Scorer, Scores, compare, judge
 
@@ -103,7 +103,7 @@ class VllmServer(Server):
         try:
             await self._rpc("ascendchat_leave")
             self.receives = self.workers > 0
-        except (Retry, NoRoute):  # an unknown method is a 500
+        except (RetryLater, NoRoute):  # an unknown method is a 500
             self.receives = False
 
     # ---- commands ------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.data.toyworld import LANGUAGES
 from ascendchat.engine.engine import Engine
-from ascendchat.engine.request import Completion, Generator, Sampling, prompt_room
+from ascendchat.engine.request import Generator, Sampling, prompt_room
 from ascendchat.errors import UserError
 from ascendchat.models.shape import HFShape
 from ascendchat.nn.gpt import GPT
@@ -34,7 +34,7 @@ from ascendchat.nn.logprobs import Drawn, Float32Readout, Readout, head_logprobs
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.remote.rollouts import ServerSizes, check_addresses, open_rollouts
-from ascendchat.rl.grpo import PRESETS, length_penalty
+from ascendchat.rl.grpo import PRESETS
 from ascendchat.rl.invariant import InvariantTrainModel, batch_invariant
 from ascendchat.rl.questions import QuestionFile, load_questions
 from ascendchat.rl.rewards import Judge
@@ -163,15 +163,13 @@ def rollout_of(
     config: RlConfig, questions: QuestionMixture, generator: Generator, here: Context, context: int
 ) -> Rollout:
     """Build the rollout: sampling, judge, workflow. `context`: tokens of a row."""
-    most, share = config.max_new_tokens, PRESETS[config.preset].soft_length
-
-    def shaped(reward: float, answer: Completion) -> float:
-        return reward + length_penalty(len(answer.ids), most, share)
-
     drawn = config.temperature != 1.0 or config.top_k > 0  # from another distribution than the model's own
-    sampling = Sampling(most, config.temperature, config.top_k, keep_stop=True, logprobs=True, processed_logprobs=drawn)
+    sampling = Sampling(
+        config.max_new_tokens, config.temperature, config.top_k, keep_stop=True, logprobs=True, processed_logprobs=drawn
+    )
     judge = Judge(config.reward, config.reward_timeout, say=here.say)
-    rollout = Rollout(questions, generator, judge, sampling, config.samples, config.seed, shaped)
+    share = PRESETS[config.preset].soft_length
+    rollout = Rollout(questions, generator, judge, sampling, config.samples, config.seed, share)
     if config.workflow:
         rollout.workflow = Workflows(
             config.workflow,

@@ -61,23 +61,23 @@ def chat_stage(
     config: ChatTrainConfig,
     origin: Checkpoint | HFSource,
 ) -> RowStage:
-    """Cross-entropy on the assistant's tokens of packed conversations."""
+    """Put together the stage of cross-entropy on the assistant's tokens of packed conversations."""
     usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN.get(name, 1.0), final=0.0)
-    learning, over_run = learning_rates(config, learner.model.shape, split.total), curve(config, steps, usual)
+    lrs, lr_curve = learning_rates(config, learner.model.shape, split.total), curve(config, steps, usual)
 
     def rates(step: int) -> dict[str, float]:
-        momentum = schedule.momentum(step, steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=over_run.warmdown)
-        return {**pretraining_rates(step, steps=steps, curve=over_run), "momentum": momentum}
+        momentum = schedule.momentum(step, steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=lr_curve.warmdown)
+        return {**pretraining_rates(step, steps=steps, curve=lr_curve), "momentum": momentum}
 
     return RowStage(
         learner,
         split,
         steps,
         batches=partial(Batches, mixture.sources),
-        optimizer=optimizer_for(learner, learning),
+        optimizer=optimizer_for(learner, lrs),
         rates=rates,
         identity=chat_identity(name, learner, split, steps, mixture, tokenizer, config, origin),
-        facts=row_facts(learner, split, learning, over_run),
+        facts=row_facts(learner, split, lrs, lr_curve),
         evaluation=chat_evaluation(learner, tokenizer, mixture),
     )
 
@@ -99,7 +99,7 @@ def chat_identity(
 
 
 def chat_evaluation(learner: TrainModel, tokenizer: Tokenizer, mixture: ChatMixture) -> Evaluation:
-    """Loss on held-out replies; bits per byte of the texts in the mixture that have a validation split."""
+    """Validate by the loss of held-out replies, and by bits per byte of the texts that have a validation split."""
 
     def evaluate(rows: int) -> dict[str, float]:
         replies = reply_loss(learner, mixture.validation, rows)

@@ -67,28 +67,29 @@ LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslor
 def finetune_stage(
     learner: TrainModel, split: Split, steps: int, mixture: ChatMixture, config: FinetuneConfig, theirs: Theirs
 ) -> RowStage:
-    """Cross-entropy on the assistant's tokens, by a model that somebody else has trained."""
+    """Put together the stage of cross-entropy on the assistant's tokens, for a Hugging Face model."""
     tokenizer, model, lora = theirs.tokenizer, theirs.model, theirs.lora
-    learning = learning_rates(config, model.shape, split.total)
-    over_run = curve(config, steps, Curve(warmup=min(20, steps // 10), warmdown=1.0, final=0.0))
+    lrs = learning_rates(config, model.shape, split.total)
+    lr_curve = curve(config, steps, Curve(warmup=min(20, steps // 10), warmdown=1.0, final=0.0))
     if config.muon:
-        groups = muon_groups(model, learning["all"], config.matrix_lr or MUON_RATE, config.weight_decay)
+        groups = muon_groups(model, lrs["all"], config.matrix_lr or MUON_RATE, config.weight_decay)
     else:
-        groups = adamw_groups(model, learning["all"], config.weight_decay)
+        groups = adamw_groups(model, lrs["all"], config.weight_decay)
     identity = chat_identity("hf", learner, split, steps, mixture, tokenizer, config, theirs.origin)
-    # Where ranks share the weights out, they would not take part in generation and scoring equally often.
-    alone = chat_evaluation(learner, tokenizer, mixture)
-    shared = Evaluation(partial(reply_loss, learner, mixture.validation))
+    if theirs.mesh is None:
+        evaluation = chat_evaluation(learner, tokenizer, mixture)
+    else:  # ranks that gather weights layer by layer would not take part in samples and bits per byte equally often
+        evaluation = Evaluation(partial(reply_loss, learner, mixture.validation))
     stage = RowStage(
         learner,
         split,
         steps,
         batches=partial(Batches, mixture.sources),
-        optimizer=finetuning_optimizer(learner, learning, groups, theirs),
-        rates=partial(finetuning_rates, steps=steps, curve=over_run, config=config),
+        optimizer=finetuning_optimizer(learner, lrs, groups, theirs),
+        rates=partial(finetuning_rates, steps=steps, curve=lr_curve, config=config),
         identity={**identity, **adapter_identity(config, theirs), "optimizer": "muon" if config.muon else "adamw"},
-        facts=row_facts(learner, split, learning, over_run),
-        evaluation=shared if theirs.mesh else alone,
+        facts=row_facts(learner, split, lrs, lr_curve),
+        evaluation=evaluation,
         reseed=seeder(learner, config.seed) if config.lora_dropout else None,
         weights=partial(trained_weights, theirs, learner.device.dtype),
     )
@@ -187,8 +188,8 @@ def pair_stage(
     origin: Checkpoint | HFSource,
 ) -> PreferenceStage:
     """Pairs, with adapters or weights that ranks share out."""
-    learning = learning_rates(config, theirs.model.shape, split.total)
-    groups = adamw_groups(theirs.model, learning["all"], config.weight_decay or 0.0)
+    lrs = learning_rates(config, theirs.model.shape, split.total)
+    groups = adamw_groups(theirs.model, lrs["all"], config.weight_decay or 0.0)
     return PreferenceStage(
         method,
         learner,
@@ -198,18 +199,16 @@ def pair_stage(
         tokenizer,
         config,
         origin,
-        optimizer=finetuning_optimizer(learner, learning, groups, theirs),
+        optimizer=finetuning_optimizer(learner, lrs, groups, theirs),
         identity=adapter_identity(config, theirs),
         weights=partial(trained_weights, theirs, learner.device.dtype),
     )
 
 
-def finetuning_optimizer(
-    learner: TrainModel, learning: dict[str, float], groups: list[Group], theirs: Theirs
-) -> Optimizer:
+def finetuning_optimizer(learner: TrainModel, lrs: dict[str, float], groups: list[Group], theirs: Theirs) -> Optimizer:
     """The optimizer of whole weights, or of those that ranks share out."""
     if theirs.mesh is None:
-        return optimizer_for(learner, learning, groups)
+        return optimizer_for(learner, lrs, groups)
     from ascendchat.nn.sharded import ShardedAdamW
 
     return ShardedAdamW(theirs.model, groups, theirs.mesh, fused=learner.device.chip.fused_adamw)

@@ -45,7 +45,7 @@ def say(sentence: str) -> None:
 
 
 class _Graph(NamedTuple):
-    """A captured micro-batch."""
+    """A micro-batch captured as one graph: a small model computes faster than the host launches its operators."""
 
     shape: torch.Size  # (B, T) of its tokens
     replay: Callable[..., Tensor]
@@ -77,7 +77,8 @@ class TrainModel(Generic[_Model]):
         eight = isinstance(getattr(model, "ops", None), Fp8Ops)
         self.products = Fp8Head(partial(device.compile, dynamic=False)) if eight else HeadProducts
         self._graph: _Graph | None = None
-        self._first, self._keeps = True, True
+        self._first = True  # no micro-batch was seen yet: the next one may be captured
+        self._keeps = True  # gradients are kept for an optimizer
 
     @property
     def packaged(self) -> list[str]:
@@ -135,19 +136,19 @@ class TrainModel(Generic[_Model]):
         )
 
     def forward_backward(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
-        """`loss`, without its autograd graph; its gradients are added up.
+        """Add up the gradients of `loss`; returns it, detached.
 
-        The first call captures all this as one graph, where that pays, and leaves gradients without meaning: it is for
-        the dry run. Micro-batches of another size are launched operator by operator.
+        The first call, that of the dry run, captures both passes as one graph where that pays. Capturing runs them
+        several times, so its gradients are to be zeroed. Micro-batches of another size are launched operator by
+        operator.
         """
         if self._first and self.captures(len(batch.inputs)):
             self._graph = self._capture(batch, weight, mtp_weight)
         self._first = False
         if self._graph is None or batch.inputs.shape != self._graph.shape:
             return self._eager(batch, weight, mtp_weight)
-        return self._graph.replay(
-            *_present(batch.inputs, batch.targets, weight, mtp_weight)
-        ).clone()  # it is overwritten
+        loss = self._graph.replay(*_present(batch.inputs, batch.targets, weight, mtp_weight))
+        return loss.clone()  # the next replay writes to the same memory
 
     def _eager(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
         loss = self.loss(batch, weight, mtp_weight)
@@ -167,12 +168,12 @@ class TrainModel(Generic[_Model]):
         return same and short(model.shape, device.chip, rows, model.checkpoint_activations, self.packaged)
 
     def _capture(self, like: MicroBatch, weight: Tensor, mtp_weight: Tensor | None) -> _Graph | None:
-        """One graph of forward and backward pass for micro-batches of the size of `like`."""
+        """Capture forward and backward pass for micro-batches of the size of `like`."""
 
         def run(inputs: Tensor, targets: Tensor, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
             return self._eager(replace(like, inputs=inputs, targets=targets), weight, mtp_weight)
 
-        self.device.release()  # blocks that other work has left would lack here
+        self.device.release()  # a graph has memory of its own and cannot use cached blocks
         static = [tensor.clone() for tensor in _present(like.inputs, like.targets, weight, mtp_weight)]
         try:
             return _Graph(like.inputs.shape, self.device.graph(run, *static))
@@ -274,8 +275,6 @@ def random_micro_batch(learner: TrainModel, split: Split, seed: int = 0) -> Micr
     inputs, targets = torch.randint(0, learner.model.shape.vocab, size, generator=generator).to(learner.place)
     return MicroBatch(inputs, targets, np.full(split.rows, split.seq_len, np.int32), split.total)
 
-
-# A small model has done a micro-batch before the host has launched it, so a short one is captured as one graph.
 
 SHORT = 0.01  # seconds at the chip's peak; a longer micro-batch hides its launches (docs/log.md)
 

@@ -149,16 +149,16 @@ class PreferenceStage(RowStage):
         shape = learner.model.shape
         readout = Float32Readout(learner.model.head.dtype, learner.place)
         self.distribution = Drawn(shape.vocab, softcap=learner.model.softcap, readout=readout)
-        learning = learning_rates(config, shape, split.total)
-        over_run = curve(config, steps, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
+        lrs = learning_rates(config, shape, split.total)
+        lr_curve = curve(config, steps, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
         start = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
         super().__init__(
             learner,
             split,
             steps,
             batches=partial(PairBatches, mixture.sources),
-            optimizer=optimizer or optimizer_for(learner, learning),
-            rates=partial(pair_rates, steps=steps, curve=over_run, config=config),
+            optimizer=optimizer or optimizer_for(learner, lrs),
+            rates=partial(pair_rates, steps=steps, curve=lr_curve, config=config),
             identity={
                 "stage": "hf",
                 "method": method,
@@ -168,7 +168,7 @@ class PreferenceStage(RowStage):
                 "start": start,
                 **(identity or {}),
             },
-            facts=row_facts(learner, split, learning, over_run),
+            facts=row_facts(learner, split, lrs, lr_curve),
             weights=weights,
         )
         self.model.train()  # activations are recomputed in this mode only

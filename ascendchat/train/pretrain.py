@@ -75,24 +75,24 @@ def base_stage(
     config: BaseConfig,
     core_tasks: Sequence[core.CoreTask] = (),
 ) -> RowStage:
-    """Next-token prediction over packed text."""
+    """Put together the stage of next-token prediction over packed text."""
     shape, tokenizer, seed = learner.model.shape, text.tokenizer, config.seed
-    learning, over_run = learning_rates(config, shape, split.total), curve(config, steps, Curve())
-    optimizer = optimizer_for(learner, learning)
+    lrs, lr_curve = learning_rates(config, shape, split.total), curve(config, steps, Curve())
+    optimizer = optimizer_for(learner, lrs)
     decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
     sources = [(TextRows(corpus, split.seq_len, seed), weight) for corpus, weight in text.corpora]
     most_rows = None if config.core_metric_max_per_task == -1 else config.core_metric_max_per_task
     most_tokens = config.eval_tokens or MAX_EVAL_TOKENS
     evaluation = Evaluation(
-        partial(text_bits, learner, tokenizer, text.validation, most_tokens),
-        partial(core_metrics, learner, tokenizer, core_tasks, most_rows),
-        partial(samples, learner, tokenizer),
+        evaluate=partial(text_bits, learner, tokenizer, text.validation, most_tokens),
+        benchmark=partial(core_metrics, learner, tokenizer, core_tasks, most_rows),
+        sample=partial(samples, learner, tokenizer),
     )
     data = [[corpus.fingerprint, weight] for corpus, weight in text.corpora]
     reseed = seeder(learner, seed)
 
-    def before_each_step(step: int, number: int) -> None:
-        if number == 0:
+    def reseed_by_step(step: int, number: int) -> None:
+        if number == 0:  # later micro-batches of the step draw on
             reseed(step)
 
     return RowStage(
@@ -101,13 +101,13 @@ def base_stage(
         steps,
         batches=partial(Batches, sources),
         optimizer=optimizer,
-        rates=partial(pretraining_rates, steps=steps, curve=over_run, decay=decay),
+        rates=partial(pretraining_rates, steps=steps, curve=lr_curve, decay=decay),
         identity={"stage": "base", **row_identity(learner, tokenizer, split, steps, seed), "data": data},
-        facts=row_facts(learner, split, learning, over_run),
+        facts=row_facts(learner, split, lrs, lr_curve),
         evaluation=evaluation,
         mtp_weights=torch.tensor([schedule.mtp_weight(step, steps) for step in range(steps)], device=learner.place),
         averaging=WeightAveraging(optimizer, steps),
-        reseed=before_each_step if config.dropout else None,
+        reseed=reseed_by_step if config.dropout else None,
     )
 
 

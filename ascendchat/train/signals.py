@@ -19,7 +19,7 @@ from typing import Any
 
 from ascendchat.checkpoint import WRITING
 from ascendchat.parallel import collectives
-from ascendchat.processes import ended
+from ascendchat.processes import lost_ranks
 from ascendchat.runs.run import Run, notice
 
 LAST = 10.0  # seconds for a checkpoint that is being written when another rank dies
@@ -54,7 +54,7 @@ class StopSignals:
                 continue
             if not self.unsaved:
                 self._end(number[0], "stopped by a signal; there was nothing to save")
-            elif not self.last_save and ended():
+            elif not self.last_save and lost_ranks():
                 self._end_alone(number[0])
             elif first is None:
                 first = time.monotonic()
