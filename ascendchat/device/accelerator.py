@@ -221,27 +221,27 @@ def usable_types() -> str:
     return ", ".join([*(kind for kind, api in apis.items() if api and api.is_available()), "cpu"])
 
 
-# torch.compile whose result later processes find, for every device that compiles.
+# torch.compile with a cache on disk, for every device that compiles.
 
 Compiled = TypeVar("Compiled")
-SETTING = "autograd_cache_allow_custom_autograd_functions"  # older versions of torch do not have it,
-TAG = "cache_key_tag"  # nor this
-OPERATORS = "nn", "device"  # our packages whose code torch's keys may not see
-ROOM = 2**30  # bytes that are free where something is kept; a model of depth 12 takes a tenth of it
+AUTOGRAD_CACHE = "autograd_cache_allow_custom_autograd_functions"  # older versions of torch do not have it,
+CACHE_TAG = "cache_key_tag"  # nor this
+OPERATOR_PACKAGES = "nn", "device"  # our packages whose code torch's keys may not see
+MIN_FREE = 2**30  # bytes that are free where something is kept; a model of depth 12 takes a tenth of it
 
 
-def keep(variable: str, part: str) -> None:
-    """Let `variable`, unless it is set, name a folder where a restart of the machine leaves alone what was compiled:
-    $ASCENDCHAT_HOME/compiled. Not on several nodes: they share that folder, and would wait for each other's locks. Nor
-    where compiling would fail because of it: then the folder is the usual one, under /tmp."""
+def keep_compiled(variable: str, part: str) -> None:
+    """Set `variable`, unless the user has, to a compile cache that survives a restart of the machine:
+    $ASCENDCHAT_HOME/compiled. Not on several nodes, which share that folder and would wait for each other's locks, and
+    not where compiling would fail because of it: then the cache stays under /tmp."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     one_node = ranks == os.environ.get("LOCAL_WORLD_SIZE", ranks)
     folder = home() / "compiled" / part
-    if variable not in os.environ and one_node and serves(folder):
+    if variable not in os.environ and one_node and is_usable(folder):
         os.environ[variable] = str(folder)
 
 
-def serves(folder: Path) -> bool:
+def is_usable(folder: Path) -> bool:
     """Make the folder and test that a compiler can work in it: it is ours alone, since what lies there is run; there is
     room; and torch can name it to the C++ compiler, whose command it splits as a shell does."""
     try:
@@ -250,16 +250,16 @@ def serves(folder: Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2**16))
-        return folder.stat().st_uid == os.getuid() and shutil.disk_usage(folder).free >= ROOM
+        return folder.stat().st_uid == os.getuid() and shutil.disk_usage(folder).free >= MIN_FREE
     except (OSError, ValueError):  # read-only, full, a file of that name; a quotation that does not end
         return False
 
 
 @cache
-def version() -> str:
+def operators_version() -> str:
     """Version of our operators: the release and a hash of their source."""
     package, digest = Path(__file__).parent.parent, hashlib.sha256()
-    for path in sorted(path for name in OPERATORS for path in (package / name).glob("*.py")):
+    for path in sorted(path for name in OPERATOR_PACKAGES for path in (package / name).glob("*.py")):
         digest.update(path.read_bytes())
     return f"ascendchat {__version__} {digest.hexdigest()[:16]}"
 
@@ -271,14 +271,14 @@ def compiled(fn: Compiled, **options: Any) -> Compiled:
     is part of the key. Depth 4 on a CPU, found again: 9 s instead of 24. Of an operator of ours only the name is part
     of the key: what another version made of it would be found, with the gradient that it had then.
     """
-    keep("TORCHINDUCTOR_CACHE_DIR", "torch")
-    if hasattr(torch._functorch.config, SETTING):
-        setattr(torch._functorch.config, SETTING, True)
+    keep_compiled("TORCHINDUCTOR_CACHE_DIR", "torch")
+    if hasattr(torch._functorch.config, AUTOGRAD_CACHE):
+        setattr(torch._functorch.config, AUTOGRAD_CACHE, True)
     config: Any = getattr(torch.compiler, "config", None)
-    if not hasattr(config, TAG):
+    if not hasattr(config, CACHE_TAG):
         torch._functorch.config.enable_autograd_cache = False
-    elif version() not in (tag := getattr(config, TAG)):
-        setattr(config, TAG, f"{tag} {version()}".strip())
+    elif operators_version() not in (tag := getattr(config, CACHE_TAG)):
+        setattr(config, CACHE_TAG, f"{tag} {operators_version()}".strip())
     return torch.compile(fn, **options)  # type: ignore[call-overload, no-any-return]
 
 

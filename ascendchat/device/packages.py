@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ascendchat.device.accelerator import keep
+from ascendchat.device.accelerator import keep_compiled
 
 
 @dataclass
@@ -40,7 +40,7 @@ class PackagedKernel:
         """The imported module. It compiles its kernels when they are first used; they are kept like torch.compile's."""
         for variable, value in self.environment.items():
             os.environ.setdefault(variable, value)
-        keep(self.cache, self.name)
+        keep_compiled(self.cache, self.name)
         return import_module(self.module)
 
     @cached_property

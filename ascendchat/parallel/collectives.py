@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as torch_dist
 
-from ascendchat.parallel.connect import give_up, meet, order_timeouts, warm_up
+from ascendchat.parallel.connect import end_hung_process, order_timeouts, rendezvous, warm_up
 from ascendchat.parallel.world import World, read_world
 
 OPS = {
@@ -126,8 +126,8 @@ def init(device: _Connects, *, timeout: float = 1800.0, connect_timeout: float |
             for note in limits.notes:
                 print(f"ascendchat: {note}", file=sys.stderr, flush=True)
         atexit.register(teardown)
-        store = meet(me, limits.connect)
-        watch = threading.Timer(limits.connect, give_up, (me, limits.connect))
+        store = rendezvous(me, limits.connect)
+        watch = threading.Timer(limits.connect, end_hung_process, (me, limits.connect))
         watch.daemon = True
         watch.start()
         try:

@@ -84,7 +84,7 @@ def _store(me: World, serve: bool, limit: float) -> torch_dist.Store:
     return torch_dist.PrefixStore(f"ascendchat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
 
 
-def meet(me: World, limit: float) -> torch_dist.Store:
+def rendezvous(me: World, limit: float) -> torch_dist.Store:
     """Wait until every rank has signed in at the store; MissingRanks names those that did not."""
     # torchrun keeps the store itself; elsewhere rank 0 does.
     serve = me.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -134,7 +134,7 @@ def _who_is_missing(store: torch_dist.Store, me: World, stage: str, limit: float
     )
 
 
-def give_up(me: World, limit: float) -> None:
+def end_hung_process(me: World, limit: float) -> None:
     """End the process from a thread of its own: the main one hangs inside the backend and cannot be interrupted."""
     text = f"the first collective did not end within {limit:.0f} s"
     try:
