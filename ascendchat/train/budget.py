@@ -32,9 +32,9 @@ from ascendchat.train.rows import share_out, total_flag
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
 KEPT_SPEED = 0.94  # of the measured speed is what a run keeps, besides the optimizer: a warm chip, other text
 MAX_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
-LEAST_DEPTH, MAX_DEPTH = 2, 64  # that --minutes chooses
+MIN_DEPTH, MAX_DEPTH = 2, 64  # that --minutes chooses
 MAX_PARAMETERS = 14  # of such a model for a token of text
-FEW_ROWS, LEAST_ROW, MORE_STEPS = 2, 256, 1.2  # where --minutes chooses the rows: of a step; tokens; to be worth it
+FEW_ROWS, MIN_ROW, MORE_STEPS = 2, 256, 1.2  # where --minutes chooses the rows: of a step; tokens; to be worth it
 FP8_GAIN = 1.15  # what 8-bit products add to the speed
 TIME_LEFT = 1.04  # times the time of a run, besides the optimizer, is what twice its steps take
 
@@ -106,7 +106,7 @@ def depth_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> int:
     14 parameters for a token of text (docs/log.md); beyond that nothing was tried."""
     vocab, whole = corpora[0][0].vocab_size, int(MAX_PASSES / passes(corpora, 1))
     best = 0
-    for depth in range(LEAST_DEPTH, MAX_DEPTH + 1):
+    for depth in range(MIN_DEPTH, MAX_DEPTH + 1):
         try:
             shape = shape_of(config, vocab, depth)
         except UserError:  # --head-dim or --kv-heads are for other widths
@@ -118,7 +118,7 @@ def depth_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> int:
         if best and (large or not fits or needed > expected_token_budget(config, shape, chip)):
             break
         best = depth
-    return best or LEAST_DEPTH
+    return best or MIN_DEPTH
 
 
 def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, in
         tokens, total = timed(fits, corpora, row, optimizer_tokens(shape))
         return fits, tokens / total
 
-    while free and row > LEAST_ROW:
+    while free and row > MIN_ROW:
         (fits, steps), (_, more) = seen(row), seen(row // 2)
         if fits >= MIN_STEPS * max(FEW_ROWS, collectives.world().size) * row or more < MORE_STEPS * steps:
             break
