@@ -144,8 +144,8 @@ class VLLMRemoteEngine:
         request, generator = request_of(req, next(self._seeds)), self._connected()
         while not self._running.is_set():
             await asyncio.sleep(POLL)
-        asked = asyncio.get_running_loop().run_in_executor(self._threads, generator.generate, [request])
-        return response_of(req, (await asked)[0], time.monotonic() - began)
+        answers = asyncio.get_running_loop().run_in_executor(self._threads, generator.generate, [request])
+        return response_of(req, (await answers)[0], time.monotonic() - began)
 
     def _connected(self) -> Generator:
         if self.generator is None:
@@ -240,18 +240,18 @@ class VLLMRemoteEngine:
 
 def request_of(req: ModelRequest, number: int) -> Request:
     """Our Request of an AReaL request."""
-    asked = req.gconfig
-    room = asked.max_new_tokens
-    if asked.max_tokens is not None:
-        room = min(room, asked.max_tokens - len(req.input_ids))
+    settings = req.gconfig
+    room = settings.max_new_tokens
+    if settings.max_tokens is not None:
+        room = min(room, settings.max_tokens - len(req.input_ids))
     sampling = Sampling(
         max_tokens=room,
-        temperature=0.0 if asked.greedy else asked.temperature,
-        top_k=0 if asked.top_k >= UNLIMITED else asked.top_k,
-        top_p=asked.top_p,
-        seed=number if asked.seed is None else asked.seed,
-        stop=tuple(asked.stop),
-        stop_tokens=None if asked.stop_token_ids is None else tuple(asked.stop_token_ids),
+        temperature=0.0 if settings.greedy else settings.temperature,
+        top_k=0 if settings.top_k >= UNLIMITED else settings.top_k,
+        top_p=settings.top_p,
+        seed=number if settings.seed is None else settings.seed,
+        stop=tuple(settings.stop),
+        stop_tokens=None if settings.stop_token_ids is None else tuple(settings.stop_token_ids),
         keep_stop=True,
         logprobs=True,
         tools=False,

@@ -1,9 +1,9 @@
 """`ascendchat rl --run demo`: reinforcement learning of a chat model on questions whose answers can be checked.
 
-A step: the model answers each question several times (engine/engine.py), answers are judged (rl/rewards.py), each is
-compared with the others to its question, and the likelier the better ones become (rl/grpo.py). What is generated in
-a step is a pure function of (weights, seed, step): so a run that is resumed generates the very same answers, where
-rounding does not follow the number of rows of a step, as on a GPU.
+A step: the model answers each question several times (engine/engine.py), answers are judged (rl/rewards.py), and those
+that are better than the mean of their group become likelier (rl/grpo.py). What is generated in a step is a pure
+function of (weights, seed, step), so a resumed run generates the very same answers; on a GPU up to rounding, which
+depends on the batch size.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def check_answers(questions: QuestionMixture, config: RlConfig, here: Context) -
 
 def examinations(data: Sequence[str], source: str) -> list[Task]:
     """The evaluation tasks: those questions that have answers."""
-    found = [examination(parse_entry(entry).name, source) for entry in data]
-    return [task for task in found if not isinstance(task, QuestionFile) or task.checkable]
+    tasks = [examination(parse_entry(entry).name, source) for entry in data]
+    return [task for task in tasks if not isinstance(task, QuestionFile) or task.checkable]
 
 
 def examination(name: str, source: str) -> Task:
@@ -251,10 +251,10 @@ def scorer_of(learner: TrainModel) -> Callable[[list[int]], list[float]]:
     def score(tokens: list[int]) -> list[float]:
         row = torch.tensor([tokens], device=learner.place)
         inputs = row[:, :-1].contiguous()
-        known = learner.documents(inputs, np.array([inputs.numel()], dtype=np.int32))
-        hidden = model(inputs, learner.attend, documents=known)  # not compiled: no other row has this length
-        found: list[float] = head_logprobs(hidden, model.head, row[:, 1:], drawn)[0].tolist()
-        return found
+        documents = learner.documents(inputs, np.array([inputs.numel()], dtype=np.int32))
+        hidden = model(inputs, learner.attend, documents=documents)  # not compiled: no other row has this length
+        logprobs: list[float] = head_logprobs(hidden, model.head, row[:, 1:], drawn)[0].tolist()
+        return logprobs
 
     return score
 

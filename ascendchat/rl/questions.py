@@ -103,8 +103,8 @@ class QuestionFile(Task):
         notices: list[str] = []
         every = [_stored(one) for one in read_rows(path, read_question, say=say or notices.append)]
         held = [line for line in every if is_held_out(line.encode("utf-8", "surrogatepass"), VALIDATION)]
-        kept = set(held)
-        train = [line for line in every if line not in kept]
+        held_lines = set(held)
+        train = [line for line in every if line not in held_lines]
         if not held or not train:
             notices.append(f"{self.name} is too small to keep some for examination: examined on what is trained on")
             train, held = every, every[:32]

@@ -123,7 +123,7 @@ Generate = Callable[[Sequence[Request]], list[Completion]]
 class _Workflow(Protocol):
     """Runs episodes of several turns; workflow.py implements it."""
 
-    def groups(self, asked: Sequence[TaskQuestion], samples: int, generate: Generate) -> list[AnswerGroup]: ...
+    def groups(self, questions: Sequence[TaskQuestion], samples: int, generate: Generate) -> list[AnswerGroup]: ...
     def close(self) -> None: ...
 
 
@@ -215,8 +215,8 @@ def pass_sums(groups: Sequence[AnswerGroup], samples: int) -> dict[int, tuple[fl
 
 def term_sums(groups: Sequence[AnswerGroup], names: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Per reward term: (sum, number) over the answers that have it."""
-    known = [terms for group in groups for terms in group.terms]
-    return {name: (sum(t.get(name, 0.0) for t in known), float(sum(name in t for t in known))) for name in names}
+    rows = [terms for group in groups for terms in group.terms]
+    return {name: (sum(t.get(name, 0.0) for t in rows), float(sum(name in t for t in rows))) for name in names}
 
 
 def task_sums(groups: Sequence[AnswerGroup], names: Sequence[str]) -> dict[str, tuple[float, float]]:
