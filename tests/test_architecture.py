@@ -76,7 +76,7 @@ NAMES_HARDWARE: set[str] = {"doctor.setup", "nn.attention", "remote.vllm_server"
 # Packages whose __init__ holds more than a docstring and re-exports.
 CODE_IN_INIT: set[str] = {"", "config", "data.fetch", "data.toyworld", "nn", "sandbox", "tasks"}
 # module -> private names of other files that it uses.
-FOREIGN_PRIVATE: dict[str, str] = {"engine.engine": "_steps", "nn.flash_attend": "_version", "rl.invariant": "_rope"}
+FOREIGN_PRIVATE: dict[str, str] = {"nn.flash_attend": "_version", "rl.invariant": "_rope"}
 # Names that several classes have which other files import.
 SAME_NAME: set[str] = set(
     (

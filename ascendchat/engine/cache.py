@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,11 +28,11 @@ from torch import Tensor
 
 from ascendchat.config.generate import KvCacheDtype
 from ascendchat.device import Device
-from ascendchat.engine.prefix import FIRST_MARK, TURN, borders, mark_place
+from ascendchat.engine.prefix import FIRST_BLOCK, SECOND_LAST, block_place, borders
 from ascendchat.errors import UserError
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import shifted
-from ascendchat.nn.model import Sizes
+from ascendchat.nn.model import Attend, Shift, Sizes
 from ascendchat.sizes.shape import PREFIX_BLOCK
 
 EIGHT_BITS = torch.float8_e4m3fn
@@ -83,7 +83,7 @@ def movable(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-class Marks(NamedTuple):
+class KeptTokens(NamedTuple):
     """Which tokens of a pass go into `raw`: from column `column` of row i into slot `slot`, place `place`; (R, M)."""
 
     slot: Tensor
@@ -163,14 +163,76 @@ class Cache:
         sizes = [(slots + 1, places, shape.kv_heads, shape.head_dim) for places in self.places]
         self.keys = [blank(size, self.kept, place) for size in sizes]
         self.values = [blank(size, self.kept, place) for size in sizes]
-        marks = FIRST_MARK + context // PREFIX_BLOCK
-        both = (slots + 1, marks, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        kept_tokens = FIRST_BLOCK + context // PREFIX_BLOCK
+        both = (slots + 1, kept_tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim)
         self.raw = [blank(both, dtype, place) for _ in sizes if mixes]
 
     @property
     def bytes(self) -> int:
         """Memory of the whole cache."""
         return sum(tensor.numel() * tensor.element_size() for tensor in [*self.keys, *self.values, *self.raw])
+
+    # ---- the three kinds of passes: how a layer attends and shifts, for LanguageModel.extend ---------
+
+    def prompt_pass(
+        self, kernel: Attention, scale: float, slots: Tensor, lengths: Tensor, kept_tokens: KeptTokens
+    ) -> tuple[Attend, Shift]:
+        """Prompts from their beginning on, (R, T), of which row i has lengths[i] tokens, into slots (R,)."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.put_prompts(layer, slots, k, v, lengths)
+            return kernel.dense(q, k, v, self.places[layer], scale)
+
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            self._keep(layer, kept_tokens, qkv)
+            return shifted(layer, qkv, share)
+
+        return attend, shift
+
+    def suffix_pass(
+        self, kernel: Attention, scale: float, suffixes: Suffixes, kept_tokens: KeptTokens
+    ) -> tuple[Attend, Shift]:
+        """Prompts behind what their slots hold, (R, T)."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values, lengths = self.put_suffixes(layer, suffixes, k, v)
+            return kernel.cached(q, keys, values, lengths, self.places[layer], scale)
+
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            return self.shift_suffixes(layer, suffixes, kept_tokens, qkv, share)
+
+        return attend, shift
+
+    def token_pass(
+        self,
+        kernel: Attention,
+        scale: float,
+        slots: Tensor,
+        position: Tensor,
+        span: int,
+        lengths: Callable[[int], list[int]] | None,
+    ) -> tuple[Attend, Shift]:
+        """One new token (B, 1) per row, at `position` (B,), written to `slots` (B,); no row sees more than `span` keys.
+        `lengths`: of the rows in a layer with so many places, for kernels that want them on the host."""
+        count = len(position)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.put_tokens(layer, slots, position, k, v)
+            places = self.places[layer]
+            reach = min(span, places)
+            keys = self.keys[layer][:count, :reach].to(q.dtype)
+            values = self.values[layer][:count, :reach].to(q.dtype)
+            if lengths is not None:
+                return kernel.one_query(q, keys, values, lengths(places), scale)
+            seen = position + 1
+            if not kernel.by_position:
+                seen = seen.clamp(max=places)  # a full ring is seen whole
+            return kernel.cached(q, keys, values, seen, places, scale)
+
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            return self.shift_tokens(layer, slots, position, qkv, share)
+
+        return attend, shift
 
     # ---- whole prompts ---------------------------------------------------------------------------
 
@@ -192,22 +254,17 @@ class Cache:
         both = (self.keys[layer], k), (self.values[layer], v)
         return [(movable(cache), movable(narrowed(new, self.kept))) for cache, new in both]
 
-    def shift_prompts(self, layer: int, marks: Marks, qkv: Tensor, share: Tensor) -> Tensor:
-        """gpt.Shift over whole prompts (R, T, H + 2K, D), of which some tokens are kept."""
-        self._keep(layer, marks, qkv)
-        return shifted(layer, qkv, share)
-
-    def _keep(self, layer: int, marks: Marks, qkv: Tensor) -> None:
+    def _keep(self, layer: int, kept_tokens: KeptTokens, qkv: Tensor) -> None:
         rows = torch.arange(qkv.size(0), device=qkv.device)[:, None]
-        self.raw[layer].index_put_((marks.slot, marks.place), qkv[rows, marks.column])
+        self.raw[layer].index_put_((kept_tokens.slot, kept_tokens.place), qkv[rows, kept_tokens.column])
 
-    def marks(self, slots: Sequence[int], starts: Sequence[int], ends: Sequence[int], first: int) -> np.ndarray:
-        """(3, R, M) int64, Marks of a pass that reads positions starts[i] to ends[i] - 1; the column of position start
-        is `first`: 0, or 1 where the token before stands in front."""
+    def kept_tokens(self, slots: Sequence[int], starts: Sequence[int], ends: Sequence[int], first: int) -> np.ndarray:
+        """The KeptTokens of a pass over positions starts[i] to ends[i] - 1, (3, R, M) int64. `first`: the column of
+        position start; 0, or 1 where the token before stands in front."""
         rows = []
         for slot, start, end in zip(slots, starts, ends):
-            kept = [(slot, (end - 1) % 2, end - 1), (slot, TURN, max(end - 2, start - first))]
-            kept += [(slot, mark_place(border), border - 1) for border in borders(start, end)]
+            kept = [(slot, (end - 1) % 2, end - 1), (slot, SECOND_LAST, max(end - 2, start - first))]
+            kept += [(slot, block_place(border), border - 1) for border in borders(start, end)]
             rows.append([(slot, place, position - start + first) for slot, place, position in kept])
         most = max(map(len, rows))
         filled = [row + [(self.dump, 0, 0)] * (most - len(row)) for row in rows]
@@ -227,12 +284,14 @@ class Cache:
             cache.index_put_((where.slot, where.place), kept)
         return both[0], both[1], where.lengths
 
-    def shift_suffixes(self, layer: int, suffixes: Suffixes, marks: Marks, qkv: Tensor, share: Tensor) -> Tensor:
+    def shift_suffixes(
+        self, layer: int, suffixes: Suffixes, kept_tokens: KeptTokens, qkv: Tensor, share: Tensor
+    ) -> Tensor:
         """gpt.Shift of new tokens (R, T, H + 2K, D), the first of which follow the newest of their slots."""
         starts = suffixes.starts
         before = self.raw[layer][suffixes.slots, (starts - 1) % 2].masked_fill((starts == 0)[:, None, None], 0.0)
         whole = torch.cat((before[:, None], qkv), dim=1)
-        self._keep(layer, marks, whole)
+        self._keep(layer, kept_tokens, whole)
         return torch.addcmul(qkv, whole[:, :-1], share.to(qkv.dtype))
 
     def copy(self, source: Tensor, target: Tensor, moves: Tensor, ends: Tensor, places: Tensor, longest: int) -> None:

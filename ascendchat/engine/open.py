@@ -20,6 +20,7 @@ from ascendchat.errors import UserError
 from ascendchat.models.folder import OpenedFolder
 from ascendchat.models.open import Opened, open_model
 from ascendchat.models.trial import KERNEL, PROVEN, TROUBLE, distance, short_windows, tolerance, trial_row
+from ascendchat.nn.logprobs import Readout
 from ascendchat.nn.model import dense
 from ascendchat.parallel.context import Context
 
@@ -32,10 +33,16 @@ def open_for_generation(
 
 
 def engine_for(
-    opened: Opened, slots: int, context: int | None = None, *, compiled: bool = False, kept: torch.dtype | None = None
+    opened: Opened,
+    slots: int,
+    context: int | None = None,
+    *,
+    compiled: bool = False,
+    kept: torch.dtype | None = None,
+    readout: Readout | None = None,
 ) -> Engine:
     """An engine for `slots` rows of up to `context` tokens, by default as many as in training; `kept`: the dtype of its
-    cache, if not the model's."""
+    KV cache, if not the model's; `readout`: see Decoder."""
     device, context = opened.here.device, context or opened.model.shape.seq_len
     if device.type == "cpu" and device.dtype == torch.float32:
         prefer_plain_products()
@@ -49,6 +56,7 @@ def engine_for(
         context=context,
         compiled=compiled,
         kept=kept,
+        readout=readout,
     )
 
 

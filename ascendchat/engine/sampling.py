@@ -1,6 +1,6 @@
 """Sampling maths as pure functions over a batch in which every row has its own settings.
 
-    chosen, logprob = sample(logits, settings, position, Mode(random=True, filtered=True))
+    chosen, logprob = sample(logits, settings, position, Mode.FILTERED)
 
 No generator is kept: the noise of a row is a hash of (its seed, the position, the token; sampling.py), so a row draws
 the same noise whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an
@@ -12,6 +12,7 @@ integers: the AICPU computes it on Ascend A2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -20,29 +21,19 @@ from torch import Tensor
 
 from ascendchat.engine.request import MAX_TOPS, Sampling
 
-LEAST_TEMPERATURE = 1e-6  # below it is greedy: a logit divided by less may be infinite, and then all are alike
+MIN_TEMPERATURE = 1e-6  # below it is greedy: a logit divided by less may be infinite, and then all are alike
 MASK = 0xFFFFFFFF  # 32 bits
+MAX_EXACT = 2**24  # whole numbers up to here are exact in float32; no vocabulary is larger
 
 
-class Mode(NamedTuple):
-    """What any row of the batch needs; each combination is a captured graph of its own."""
+class Mode(IntEnum):
+    """What a step must be able to do: the largest of its rows' modes. Each is a captured graph of its own, and a row
+    gets the same token and log-probability in every mode that is large enough for it."""
 
-    random: bool = False  # some temperature is not 0
-    filtered: bool = False  # some top_k, top_p or min_p is set
-    penalised: bool = False  # some repetition penalty is not 1
-    restricted: bool = False  # some row may choose among certain tokens only
-    biased: bool = False  # some row has a logit bias, or a presence or frequency penalty
-    tops: bool = False  # some row reports the likeliest tokens
-    processed: bool = False  # some row reports the probability of the draw
-
-    @property
-    def bits(self) -> int:
-        """As a number: what several rows need is the `or` of theirs."""
-        return sum(flag << number for number, flag in enumerate(self))
-
-    @classmethod
-    def of(cls, bits: int) -> Mode:
-        return cls(*(bool(bits >> number & 1) for number in range(len(cls._fields))))
+    GREEDY = 0
+    RANDOM = 1  # at a temperature
+    FILTERED = 2  # also top-k, top-p, min-p, for which the logits are sorted: what `serve` does by default
+    GENERAL = 3  # everything: also penalties, biases, token masks, likeliest tokens, log-probabilities of the draw
 
 
 class Settings(NamedTuple):
@@ -53,14 +44,33 @@ class Settings(NamedTuple):
     top_p: Tensor  # float32
     min_p: Tensor  # float32
     penalty: Tensor  # float32
-    seed: Tensor  # (B, KEYS) float32: noise.seed_keys
+    seed: Tensor  # (B, KEYS) float32: seed_keys
     presence: Tensor  # float32
     frequency: Tensor  # float32
     processed: Tensor  # bool
 
     def rows(self, which: Tensor | slice) -> Settings:
         """Some of the rows."""
-        return Settings(*(tensor[which] for tensor in self))
+        return Settings(*[tensor[which] for tensor in self])
+
+
+class Tables(NamedTuple):
+    """Per row and token (B, V), for Mode.GENERAL. Rows without a penalty, bias or mask are changed by none of them."""
+
+    seen: Tensor  # bool: tokens of prompt and answer, for the repetition penalty
+    barred: Tensor  # bool: the token mask; what must not be chosen
+    bias: Tensor  # float32: what is added to each logit
+    counts: Tensor  # float32: how often the model has chosen each token, for presence and frequency penalties
+
+    @classmethod
+    def zeros(cls, rows: int, vocab: int, device: torch.device) -> Tables:
+        """Tables of rows that have no history."""
+        dtypes = torch.bool, torch.bool, torch.float32, torch.float32
+        return cls(*(torch.zeros(rows, vocab, dtype=dtype, device=device) for dtype in dtypes))
+
+    def rows(self, which: Tensor | slice) -> Tables:
+        """Some of the rows."""
+        return Tables(*[tensor[which] for tensor in self])
 
 
 SettingsRow = tuple[float, int, float, float, float, tuple[float, ...], float, float, bool]
@@ -74,19 +84,25 @@ def settings_row(sampling: Sampling) -> SettingsRow:
     return *filters, s.repetition_penalty, seed_keys(s.seed), *penalties, s.processed_logprobs
 
 
+def settings_columns(samplings: Sequence[Sampling]) -> list[list[float]]:
+    """The settings rows of some requests as plain numbers, (R, 8 + KEYS), exact in float32."""
+    rows = []
+    for sampling in samplings:
+        temperature, top_k, top_p, min_p, penalty, seed, *rest = settings_row(sampling)
+        rows.append([temperature, min(top_k, MAX_EXACT), top_p, min_p, penalty, *seed, *rest])
+    return rows
+
+
 def mode_of(sampling: Sampling) -> Mode:
-    """What one request needs."""
+    """The smallest mode that does what one request asks for."""
     s = sampling
-    narrow = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
-    return Mode(
-        random=s.temperature > 0,
-        filtered=s.temperature > 0 and narrow,
-        penalised=s.repetition_penalty != 1.0,
-        restricted=bool(s.allowed_tokens) or s.grammar is not None,
-        biased=bool(s.logit_bias or s.presence_penalty or s.frequency_penalty),
-        tops=s.top_logprobs > 0,
-        processed=s.processed_logprobs,
-    )
+    penalties = s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty
+    masks = s.allowed_tokens or s.grammar is not None or s.logit_bias
+    if penalties or masks or s.top_logprobs or s.processed_logprobs:
+        return Mode.GENERAL
+    if s.temperature == 0:
+        return Mode.GREEDY
+    return Mode.FILTERED if s.top_k > 0 or s.top_p < 1 or s.min_p > 0 else Mode.RANDOM
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
@@ -154,47 +170,38 @@ def sample(
     settings: Settings,
     position: Tensor,
     mode: Mode,
-    seen: Tensor | None = None,
-    barred: Tensor | None = None,
-    bias: Tensor | None = None,
-    counts: Tensor | None = None,
+    tables: Tables | None = None,
+    *,
     blocks: Tensor | None = None,
     logsumexp: Callable[[Tensor], Tensor] = normaliser,
 ) -> tuple[Tensor, Tensor]:
-    """The chosen token of every row (B,) and its log probability (B,) float32.
+    """The chosen token of every row (B,) and its log-probability (B,) float32.
 
-    logits (B, V) float32; `position` (B,) of the token whose successor is chosen. Where the mode needs them, (B, V):
-    seen, barred bool: tokens that the repetition penalty falls on, and tokens that must not be chosen; bias, counts
-    float32: what is added to each logit, and how often each token was chosen. blocks: noise.columns, if they are there
-    already. The probability is the model's own: before penalties, bias, restriction, temperature and filters; or after
-    all of these, where settings.processed.
+    logits (B, V) float32; `position` (B,) of the token whose successor is chosen; `tables` for Mode.GENERAL; `blocks`:
+    `columns`, if they are there already. The log-probability is the model's own: before penalties, bias, mask,
+    temperature and filters; or after all of these, where settings.processed.
     """
-    scores = logits
-    if mode.penalised:
-        assert seen is not None
-        scores = penalise(scores, seen, settings.penalty)
-    if mode.biased:
-        assert bias is not None
-        assert counts is not None
-        scores = adjust(scores, bias, counts, settings.presence, settings.frequency)
-    if mode.restricted:
-        assert barred is not None
-        scores = scores.masked_fill(barred, float("-inf"))
-    drawn = scores
-    if mode.random:
-        greedy = settings.temperature < LEAST_TEMPERATURE
+    scores, general = logits, mode is Mode.GENERAL
+    if general:
+        assert tables is not None
+        scores = penalise(scores, tables.seen, settings.penalty)
+        scores = adjust(scores, tables.bias, tables.counts, settings.presence, settings.frequency)
+        scores = scores.masked_fill(tables.barred, float("-inf"))
+    drawn = scores  # what the token is drawn from, before the noise
+    if mode is not Mode.GREEDY:
+        greedy = settings.temperature < MIN_TEMPERATURE
         scaled = scores / settings.temperature.masked_fill(greedy, 1.0)[:, None]
         blocks = columns(logits.size(-1), logits.device) if blocks is None else blocks
         noise = -torch.log(-torch.log(uniform(settings.seed, position, blocks)))
-        if mode.filtered:
+        if mode >= Mode.FILTERED:
             inside = keep(scaled, settings.top_k, settings.top_p, settings.min_p)
             scaled = scaled.masked_fill(~inside, float("-inf"))
-        if mode.processed:
+        if general:
             drawn = torch.where(greedy[:, None], scores, scaled)
         scores = torch.where(greedy[:, None], scores, scaled + noise)
     alone = scores.size(0) == 1 and torch.compiler.is_compiling()
     chosen = likeliest(scores) if alone else scores.argmax(dim=-1)
-    reported = torch.where(settings.processed[:, None], drawn, logits) if mode.processed else logits
+    reported = torch.where(settings.processed[:, None], drawn, logits) if general else logits
     picked = reported.gather(-1, chosen[:, None]).squeeze(-1)
     return chosen, picked - logsumexp(reported)
 

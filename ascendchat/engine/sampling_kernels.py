@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ascendchat.engine import sampling
-from ascendchat.engine.sampling import LEAST_TEMPERATURE, Settings
+from ascendchat.engine.sampling import MIN_TEMPERATURE, Settings
 from ascendchat.nn.triton_decoding import capped, wait
 
 FEW = 16  # rows
@@ -25,7 +25,7 @@ BLOCK, WARPS, MANY_BLOCK, MANY_WARPS = 256, 2, 2048, 4  # tokens of a program, w
 
 LEFT, RIGHT, WIDE, NARROW = (tl.constexpr(x) for x in (sampling.LEFT, sampling.RIGHT, sampling.WIDE, sampling.NARROW))
 ROUNDS, LANES, KEYS = (tl.constexpr(x) for x in (sampling.ROUNDS, sampling.LANES, sampling.KEYS))
-COLDEST = tl.constexpr(LEAST_TEMPERATURE)
+COLDEST = tl.constexpr(MIN_TEMPERATURE)
 
 
 class State(NamedTuple):

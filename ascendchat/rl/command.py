@@ -274,7 +274,7 @@ def reference_of(config: RlConfig, learner: Learner, origin: Checkpoint) -> Lear
 def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int, readout: Readout) -> Engine:
     """The engine around the very weights that are trained."""
     exact, context = isinstance(learner, InvariantLearner), learner.model.shape.seq_len
-    engine = Engine(
+    return Engine(
         learner.model,
         learner.reader,
         tokenizer,
@@ -285,6 +285,5 @@ def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int, readout: Reado
         graphs=learner.device.compiles,  # the task queue of a trainer on NPUs captures nothing
         reuse=not exact,  # a prompt that is read behind others' tokens has its keys in another order, where rings turn
         prefill_tokens=slots * context,  # all prompts before the first step: only the last answer is waited for
+        readout=readout,
     )
-    engine.decoder.readout = readout
-    return engine

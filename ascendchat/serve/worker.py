@@ -25,7 +25,7 @@ from ascendchat.config.serve import ServeConfig
 from ascendchat.config.train import STAGES
 from ascendchat.device import describe, pick
 from ascendchat.engine.cache import kept_dtype
-from ascendchat.engine.engine import Engine, Job
+from ascendchat.engine.engine import Engine, RequestState
 from ascendchat.engine.grammar import STACK, Matcher, grammars
 from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.engine.request import Weights
@@ -90,9 +90,9 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     if index == 0 and (config.context or 0) > trained:
         here.say(f"--context {config.context}: the model was trained on {trained} tokens; beyond, answers get worse")
     kept = kept_dtype(config.kv_cache_dtype, device)
-    engine = engine_for(opened, slots, config.context, compiled=config.compile, kept=kept)
-    if config.weight_updates:  # a trainer compares log-probabilities: it computes the head in float32 too
-        engine.decoder.readout = Float32Readout(device.dtype, here.place)
+    # a trainer compares log-probabilities: it computes the head in float32 too
+    readout = Float32Readout(device.dtype, here.place) if config.weight_updates else None
+    engine = engine_for(opened, slots, config.context, compiled=config.compile, kept=kept, readout=readout)
     if config.compile:
         engine.prepare(here.say)
     saved = opened.checkpoint
@@ -133,7 +133,7 @@ def same_model(saved: dict[str, Any] | None, own: dict[str, Any]) -> bool:
 class _Answer:
     """One request under way, and how much of it the front has."""
 
-    job: Job
+    job: RequestState
     streams: bool
     sent: int = 0
     begun: bool = False

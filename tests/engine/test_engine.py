@@ -82,7 +82,7 @@ def test_long_contexts_are_read_in_slices_that_grow(device: Device) -> None:
         requests = [Request([draw.randrange(model.shape.vocab) for _ in range(n)], greedy) for n in lengths]
         for request, answer in zip(requests, engine.generate(requests)):
             make.assert_greedy(model, request, answer.ids, 300)
-    assert {span for _, span, _ in engine.decoder._steps} == {128, 256, 300}
+    assert {span for _, span, _ in engine.decoder.steps} == {128, 256, 300}
 
 
 def mixed_requests(vocab: int, count: int = 8) -> list[Request]:
@@ -172,8 +172,8 @@ def test_a_row_that_is_over_is_short_again(device: Device) -> None:
     make.finish(engine, short)
     engine.step()
     assert engine.running.index(long) == 1
-    assert engine.decoder.held[0] < 3, "its prompt alone was longer"
-    assert engine.decoder.held[1] > 3
+    assert engine.decoder.host_length[0] < 3, "its prompt alone was longer"
+    assert engine.decoder.host_length[1] > 3
 
 
 def test_a_step_that_does_not_advance_changes_nothing(device: Device) -> None:
@@ -181,22 +181,22 @@ def test_a_step_that_does_not_advance_changes_nothing(device: Device) -> None:
     what was chosen, too."""
     model = make.model(13, seq_len=16)
     decoder = make.engine(model, device, Sdpa(), slots=2, context=CONTEXT).decoder
-    draw, mode, biased = random.Random(6), Mode(biased=True), Sampling(temperature=0.0, logit_bias=((0, 0.0),))
+    draw, mode, biased = random.Random(6), Mode.GENERAL, Sampling(temperature=0.0, logit_bias=((0, 0.0),))
     prompts = [[draw.randrange(model.shape.vocab) for _ in range(length)] for length in (9, 20)]
     first = decoder.prefill([Request(prompt, biased) for prompt in prompts], [0, 1], mode)[0]
     rows = [[int(token)] for token in first]
     for _ in range(6):
         decoder.advance.zero_()
         with torch.no_grad():
-            tries = [decoder._extend(2, mode, decoder._read(2, CONTEXT)) for _ in range(3)]
+            tries = [decoder._finish(2, mode, *decoder._forward(2, CONTEXT)) for _ in range(3)]
             decoder.advance.fill_(1)
-            found = decoder._extend(2, mode, decoder._read(2, CONTEXT))
+            found = decoder._finish(2, mode, *decoder._forward(2, CONTEXT))
         assert all(torch.equal(found, other) for other in tries)
         for row, token in zip(rows, found[0].tolist()):
             row.append(int(token))
     assert rows == [make.greedy(model, prompt, 7, CONTEXT) for prompt in prompts]
-    assert decoder.counts is not None
-    assert decoder.counts.sum(dim=1).tolist() == [6, 6], "the last token was not read"
+    assert decoder.tables is not None
+    assert decoder.tables.counts.sum(dim=1).tolist() == [6, 6], "the last token was not read"
 
 
 @pytest.mark.parametrize("sizes", MODELS[:2], ids=["ring", "grouped"])

@@ -32,7 +32,7 @@ def device() -> Device:
 def answers(device: Device, kept: torch.dtype | None, sizes: dict[str, Any]) -> list[list[Completion]]:
     """Of three rounds: prompts of many lengths, then prompts behind what the cache has, in other slots, too."""
     made = make.model(5, **sizes)
-    engine = make.engine(made, device, Sdpa(), context=CONTEXT, kept=kept, least_reuse=16)
+    engine = make.engine(made, device, Sdpa(), context=CONTEXT, kept=kept, min_reuse=16)
     draw, rounds = random.Random(3), []
     start = [draw.randrange(made.shape.vocab) for _ in range(90)]
     first, second, third = [(0, 5), (0, 70), (0, 20), (0, 150)], [(64, 10), (90, 3), (64, 40), (0, 30)], [(90, 30)] * 2
