@@ -79,10 +79,7 @@ CODE_IN_INIT: set[str] = {"", "config", "data.fetch", "data.toyworld", "nn", "sa
 FOREIGN_PRIVATE: dict[str, str] = {"nn.flash_attend": "_version", "rl.invariant": "_rope"}
 # Names that several classes have which other files import.
 SAME_NAME: set[str] = set(
-    (
-        "Asked Bench Cache Check Connection Curve Failure Group Job Link Model Part Piece Pool Problem Question "
-        "Questions Reference Remote Reply Result Rows Rule Settings Sizes Table Tally Verdict Watched "
-    ).split()
+    ("Asked Bench Curve Group Question Questions Reference Remote Result Rule Sizes Table Verdict Watched ").split()
 )
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, NamedTuple
 
-from ascendchat.bench.http_client import Address, Connection, Lost, Reply, connect, first_key
+from ascendchat.bench.http_client import Address, ClientConnection, ClientReply, Lost, connect, first_key
 from ascendchat.config.serve import BenchServeConfig
 from ascendchat.errors import UserError
 
@@ -227,7 +227,7 @@ class Asker:
     def __init__(self, config: BenchServeConfig, address: Address, model: str) -> None:
         self.config, self.address, self.model = config, address, model
         self.path = "/v1/completions" if config.api == "completions" else "/v1/chat/completions"
-        self.idle: list[Connection] = []
+        self.idle: list[ClientConnection] = []
         self.gaps = array("d")  # seconds between two pieces of an answer
 
     def content(self, number: int) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class Asker:
         counts = (usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0))
         return Sample(number, arrived, answer.first or now, answer.last or now, now, *counts, error)
 
-    async def exchange(self, content: dict[str, Any], on_event: Callable[[bytes], None]) -> Reply:
+    async def exchange(self, content: dict[str, Any], on_event: Callable[[bytes], None]) -> ClientReply:
         """Over a connection that is free, or a new one; again if the server had just closed the old one."""
         while self.idle:
             connection = self.idle.pop()
@@ -279,7 +279,7 @@ class Asker:
                     raise
         return await self.over(await connect(self.address), content, on_event)
 
-    async def over(self, connection: Connection, content: Any, on_event: Callable[[bytes], None]) -> Reply:
+    async def over(self, connection: ClientConnection, content: Any, on_event: Callable[[bytes], None]) -> ClientReply:
         reply = await connection.post(self.path, content, on_event)
         if not connection.closed:
             self.idle.append(connection)
@@ -325,7 +325,7 @@ def says(choice: dict[str, Any]) -> bool:
     return bool(choice.get("text") or choice.get("token_ids") or delta.get("content") or delta.get("ascendchat"))
 
 
-def refusal(reply: Reply) -> str:
+def refusal(reply: ClientReply) -> str:
     """`http 503: the server is busy`: the kind of an error."""
     try:
         return f"http {reply.status}: {message_in(json.loads(reply.body))}"

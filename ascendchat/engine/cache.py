@@ -143,7 +143,7 @@ def blank(size: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> Ten
     return torch.frombuffer(pages, dtype=dtype).view(size)
 
 
-class Cache:
+class KVCache:
     """keys[layer], values[layer]: (slots + 1, places of that layer, K, D); raw[layer]: (slots + 1, M, H + 2K, D), none
     for a model that does not mix each token with the one before."""
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from ascendchat.device import Device
-from ascendchat.engine.cache import Cache, KeptTokens, Suffixes
+from ascendchat.engine.cache import KeptTokens, KVCache, Suffixes
 from ascendchat.engine.padding import padded_length, stack, to_device, to_device_at_once
 from ascendchat.engine.prefix import Copy
 from ascendchat.engine.request import Request, Sampling
 from ascendchat.engine.sampling import (
     Mode,
-    Settings,
+    SamplingSettings,
     Tables,
     columns,
     likeliest_tokens,
@@ -91,7 +91,7 @@ class Decoder:
         shape = model.shape
         self.vocab, self.scale = shape.vocab, model.scale
         self.readout = readout or Readout()
-        self.cache = Cache(shape, slots, context, model.dtype, place, mixes=model.mixes_neighbours, kept=kept)
+        self.cache = KVCache(shape, slots, context, model.dtype, place, mixes=model.mixes_neighbours, kept=kept)
         model.rope(context, model.dtype, place)  # what a graph reads must be made before it is captured
         integers = partial(torch.full, dtype=torch.int64, device=place)
         self.token = integers((slots,), 0)  # the newest token of each row, not yet in the cache
@@ -103,7 +103,7 @@ class Decoder:
         self.advance = integers((), 1)  # 0 while a graph is captured: the step then changes nothing
         self.target = integers((slots,), slots)  # slot that a row writes to: its own, or the spare one while it is idle
         idle = settings_row(Sampling(temperature=0.0))
-        self.settings = Settings(*(torch.tensor([value] * slots, device=place) for value in idle))
+        self.settings = SamplingSettings(*(torch.tensor([value] * slots, device=place) for value in idle))
         self.tables: Tables | None = None  # made for the first request that needs Mode.GENERAL
         self.blocks = columns(self.vocab, place)
         self.steps: OrderedDict[StepKey, Callable[[], Tensor]] = OrderedDict()  # that used last comes last
@@ -130,16 +130,13 @@ class Decoder:
         starts, ends = starts or [0] * len(prompts), ends or [len(prompt) for prompt in prompts]
         goes_on = any(starts)
         parts = [prompt[start:end] for prompt, start, end in zip(prompts, starts, ends)]
-        width = min(padded_length(max(map(len, parts))), self.context)
+        counts = [len(part) for part in parts]
+        ended = [end == len(prompt) for end, prompt in zip(ends, prompts)]
+        last = [prompt[start - 1] if start else 0 for prompt, start in zip(prompts, starts)]
+        places = self.cache.kept_tokens(slots, starts, ends, 1 if goes_on else 0)
+        width = min(padded_length(max(counts)), self.context)
         tokens, slot, start, end, count, whole, before, kept = self.put_at_once(
-            stack(parts, width),
-            slots,
-            starts,
-            ends,
-            [len(part) for part in parts],
-            [end == len(prompt) for end, prompt in zip(ends, prompts)],
-            [prompt[start - 1] if start else 0 for prompt, start in zip(prompts, starts)],
-            self.cache.kept_tokens(slots, starts, ends, 1 if goes_on else 0),
+            stack(parts, width), slots, starts, ends, counts, ended, last, places
         )
         self._enter(requests, slot, mode)
         if goes_on:

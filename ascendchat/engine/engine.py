@@ -161,7 +161,7 @@ class Engine:
             self.fits(weights)
         while any(self.running) and self.paused != "keep" and not interrupt:
             self._prefill()
-            self._decode()
+            self.decode()
         for name, tensor in self.decoder.model.state_dict().items():
             tensor.copy_(weights[name])
         self.renew(version)
@@ -232,18 +232,26 @@ class Engine:
 
     def step(self) -> None:
         """Let waiting requests in, read prompts, decode a token of all rows, look at what came back; see pause()."""
+        self.prefill()
+        self.decode()
+
+    def prefill(self) -> bool:
+        """The first half of a step: let waiting requests in and read prompts; whether first tokens have come."""
         if not self.paused:
             self._admit()
+        return self.paused != "keep" and self._prefill()
+
+    def decode(self) -> None:
+        """The second half: advance all rows by a token; when there is nothing more to start, wait for the rest."""
         if self.paused != "keep":
-            self._prefill()
-            self._decode()
+            self._collect(leave=self.lag if self._launch() else 0)
 
     def _admit(self) -> None:
         """Give the free slots to those that have waited longest."""
+        top = max((slot for slot, other in enumerate(self.running) if other is not None), default=-1)
         free = self.batch.free() if self.waiting else []
         if not free or len(free) < min(self._group, len(self.waiting), len(self.running)):
             return
-        top = max((slot for slot, other in enumerate(self.running) if other is not None), default=-1)
         while self.waiting and free:
             state = self.waiting.popleft()
             self.scheduler.enter(state, free, top)
@@ -260,20 +268,20 @@ class Engine:
         has all its tokens may run once more before that is seen."""
         return len(state.tokens) + state.launched - 1 + (self.lag if state.launched >= state.limit else 0)
 
-    def _prefill(self) -> None:
-        """Read prompts, in as many passes as the rows that run can wait for."""
+    def _prefill(self) -> bool:
+        """Read prompts, in as many passes as the rows that run can wait for; whether first tokens have come."""
         while self.forgotten:
             self.cancel(self.forgotten.pop())
-        left = self.prefill_tokens
+        left, begun = self.prefill_tokens, False
         while self.scheduler.waiting or self.scheduler.copies:  # of a request that ended before it was read, too
             self._dismiss()
             self.scheduler.begin(self.batch.free())
+            parts, cost = self.scheduler.next_pass(left, left == self.prefill_tokens)
             for copies in rounds(self.scheduler.copies):
                 self.decoder.copy(copies)
             self.scheduler.copies.clear()
-            parts, cost = self.scheduler.next_pass(left, left == self.prefill_tokens)
             if not parts:
-                return
+                break
             left -= cost
             states, starts, ends = zip(*parts)
             requests, slots = [state.request for state in states], [state.slot for state in states]
@@ -287,16 +295,14 @@ class Engine:
             if whole:
                 self._await(np.array([slots[column] for column in whole]), result, np.array(whole))
                 self._collect(leave=self.lag)
+                begun = not self.lag
+        return begun
 
     def _dismiss(self) -> None:
         """Tell the decoder who is over, before the next pass."""
         if self._left:
             self.decoder.leave(self._left)
             self._left = []
-
-    def _decode(self) -> None:
-        """Advance all rows by a token; when there is nothing more to start, wait for the rest."""
-        self._collect(leave=self.lag if self._launch() else 0)
 
     def _launch(self) -> bool:
         """Start one decoding step for all rows that need it."""

@@ -9,7 +9,7 @@
 
 To go on at position b one needs, beside the keys and values before b, the queries, keys and values of token b - 1 as
 they came out of the projection (nn/gpt.py mixes them into those of token b). The cache has these at three kinds of
-places per slot (`Cache.raw`): of the two newest tokens, one at each parity of the position; of the last but one token
+places per slot (`KVCache.raw`): of the two newest tokens, one at each parity of the position; of the last but one token
 that prefill read, so that the same prompt again costs one token; and of the last token of every block of BLOCK tokens
 that prefill read. Decoding writes the first kind only.
 

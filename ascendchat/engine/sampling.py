@@ -36,7 +36,7 @@ class Mode(IntEnum):
     GENERAL = 3  # everything: also penalties, biases, token masks, likeliest tokens, log-probabilities of the draw
 
 
-class Settings(NamedTuple):
+class SamplingSettings(NamedTuple):
     """Per row (B,): what request.Sampling says, on the device."""
 
     temperature: Tensor  # float32; 0 is greedy
@@ -49,9 +49,9 @@ class Settings(NamedTuple):
     frequency: Tensor  # float32
     processed: Tensor  # bool
 
-    def rows(self, which: Tensor | slice) -> Settings:
+    def rows(self, which: Tensor | slice) -> SamplingSettings:
         """Some of the rows."""
-        return Settings(*[tensor[which] for tensor in self])
+        return SamplingSettings(*[tensor[which] for tensor in self])
 
 
 class Tables(NamedTuple):
@@ -77,7 +77,7 @@ SettingsRow = tuple[float, int, float, float, float, tuple[float, ...], float, f
 
 
 def settings_row(sampling: Sampling) -> SettingsRow:
-    """What one request puts into Settings."""
+    """What one request puts into SamplingSettings."""
     s = sampling
     filters = s.temperature, s.top_k, s.top_p, s.min_p
     penalties = s.presence_penalty, s.frequency_penalty
@@ -167,7 +167,7 @@ def normaliser(logits: Tensor) -> Tensor:
 
 def sample(
     logits: Tensor,
-    settings: Settings,
+    settings: SamplingSettings,
     position: Tensor,
     mode: Mode,
     tables: Tables | None = None,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ascendchat.engine import sampling
-from ascendchat.engine.sampling import MIN_TEMPERATURE, Settings
+from ascendchat.engine.sampling import MIN_TEMPERATURE, SamplingSettings
 from ascendchat.nn.triton_decoding import capped, wait
 
 FEW = 16  # rows
@@ -161,7 +161,7 @@ def _note(  # type: ignore[no-untyped-def]
 def choose(
     logits: Tensor,
     read: Tensor,
-    settings: Settings,
+    settings: SamplingSettings,
     blocks: Tensor,
     state: State,
     *,

@@ -41,7 +41,9 @@ Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None
 OPEN = re.compile(r"/|/web/[^/]+|/health(/live|/ready)?")  # the page and health need no key; all else does
 READING = {"GET", "HEAD", "OPTIONS"}  # change nothing: a page elsewhere may send them, and cannot read the answer
 UPLOAD = "/update_weights"
-OWNER = "ascendchat.owner"  # in the scope of a request: the short name of its API key
+# In the scope of a request:
+OWNER = "ascendchat.owner"  # the short name of its API key
+BODY = "ascendchat.body"  # its body, unless weights are uploaded
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{0,1000}")
 CLIENTS = 10_000  # whose rate is remembered
@@ -159,7 +161,7 @@ class Guard:
         if scope["type"] != "http":
             return
         exchange = _Exchange(scope, send)
-        tally = counters.Tally(text=[] if self.config.log_messages else None)
+        tally = counters.RequestTally(text=[] if self.config.log_messages else None)
         counters.TALLY.set(tally)
         try:
             await self.pass_on(exchange, receive)
@@ -175,8 +177,8 @@ class Guard:
             if self.config.weight_updates and exchange.path == UPLOAD and binary:
                 await self.app(exchange.scope, receive, exchange.send)  # it may be gigabytes: weights.py counts them
             else:
-                exchange.body = await self.read(exchange, receive)
-                await self.app(exchange.scope, replay(exchange.body, receive), exchange.send)
+                exchange.body = exchange.scope[BODY] = await self.read(exchange, receive)
+                await self.app(exchange.scope, receive, exchange.send)  # whose next message is the disconnect
             if exchange.fault:
                 raise RuntimeError("the application answered with a fault of its own")
         except _Refusal as refusal:
@@ -257,7 +259,7 @@ class Guard:
             if not message.get("more_body"):
                 return b"".join(parts)
 
-    def note(self, exchange: _Exchange, tally: counters.Tally) -> None:
+    def note(self, exchange: _Exchange, tally: counters.RequestTally) -> None:
         """Count it and write it down."""
         status, seconds = exchange.status or GONE, time.monotonic() - exchange.began
         counters.request(str(getattr(exchange.scope.get("route"), "path", "other")), status, seconds)
@@ -278,20 +280,6 @@ class Guard:
                 "answer": None if tally.text is None else "".join(tally.text),
             }
         )
-
-
-def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives this body first; what follows is the client's disconnect."""
-    given = False
-
-    async def next_message() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return next_message
 
 
 def network(scope: MutableMapping[str, Any]) -> str:

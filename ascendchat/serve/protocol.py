@@ -2,10 +2,12 @@
 
 What is listed here is honoured or harmless. A known field that this server cannot honour may only be null, and
 every other name is refused: a client never believes in something that did not happen. app.py names these models in
-its routes; reading.py reads them, prompts.py makes engine requests of them.
+its routes; prompts.py reads them and makes engine requests of them.
 
 The first bad entry of a list is enough (`Listed`), and an object is counted before it is looked at: a body with
 100,000 mistakes costs no more than one with a single one.
+
+Names of classes, and their docstrings, stand in /openapi.json: without the underscore of those used here only.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic.json_schema import GenerateJsonSchema
 
 MAX_CHOICES = 128  # `n`
 MAX_PROMPTS = 2048  # of one request to /v1/completions
@@ -48,10 +51,22 @@ def at_most(entries: int, name: str) -> BeforeValidator:
 Metadata = Annotated[dict[str, Label], at_most(MAX_METADATA, "metadata")]
 
 
+def public(model: type) -> str:
+    """The name of a class in /openapi.json."""
+    return model.__name__.lstrip("_")
+
+
+class PublicNames(GenerateJsonSchema):
+    """Refers to classes by their public names."""
+
+    def normalize_name(self, name: str) -> str:
+        return super().normalize_name(name.lstrip("_"))
+
+
 class Model(BaseModel):
     """Exact: "1" is no number, 1 is no boolean, and no name goes unread."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, model_title_generator=public)
 
     @model_validator(mode="before")
     @classmethod
@@ -362,3 +377,133 @@ class DetokenizeRequest(Model):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+# ---- the Responses API: chat completions in another form -----------------------------------------
+# Nothing is stored: a client sends the whole conversation with every request, and `store: true`, `previous_response_id`
+# and `conversation` are refused.
+
+
+class _InputText(Model):
+    """Some text of a message, a client's or an earlier answer's."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(Model):
+    """A message; an earlier answer may be sent back as it came."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Listed[_InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class _InputCall(Model):
+    """An earlier call of a tool."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: ToolName
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCallOutput(Model):
+    """Its result."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: str
+    id: str | None = None
+    status: str | None = None
+
+
+def with_type(item: Any) -> Any:
+    """What names no type is a message."""
+    return {"type": "message", **item} if isinstance(item, dict) else item
+
+
+InputItem = Annotated[
+    InputMessage | _InputCall | InputCallOutput, Field(discriminator="type"), BeforeValidator(with_type)
+]
+
+
+class _FunctionTool(Model):
+    """A function that the client runs."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenFunctionTool(Model):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class _JsonObject(Model):
+    """Some JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaText(Model):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    name: ToolName
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _TextOptions(Model):
+    """The form of the text."""
+
+    format: Annotated[TextFormat | _JsonObject | JsonSchemaText, Field(discriminator="type")] | None = None
+    verbosity: None = None
+
+
+class ResponsesRequest(Model):
+    """POST /v1/responses"""
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    text: _TextOptions | None = None
+    tools: Annotated[list[_FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    cache_salt: Salt | None = None
+    # harmless
+    metadata: Metadata | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    truncation: Literal["disabled"] | None = None
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    include: Annotated[list[str], Field(max_length=0, fail_fast=True)] | None = None
+    top_logprobs: Literal[0] | None = None
+    # not supported
+    conversation: None = None
+    max_tool_calls: None = None
+    previous_response_id: None = None
+    prompt: None = None
+    reasoning: None = None
+    stream_options: None = None

@@ -12,6 +12,7 @@ files of its own (links where it can) of the weights it uses, so that a worker t
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import tempfile
@@ -23,8 +24,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from ascendchat.errors import UserError
-from ascendchat.serve.errors import Problem
-from ascendchat.serve.pool import Failure, Pool
+from ascendchat.serve.errors import ApiError
+from ascendchat.serve.guard import BODY
+from ascendchat.serve.pool import AnswerFailed, WorkerPool
 
 if TYPE_CHECKING:  # app.py includes these routes
     from ascendchat.serve.service import Service
@@ -68,16 +70,16 @@ def routes(service: Service) -> APIRouter:
         except UserError as error:
             store.drop(source)
             return refusal(str(error))
-        except Failure as failure:
+        except AnswerFailed as failure:
             store.drop(source)
-            return Problem.of(failure).response()
+            return ApiError.of(failure).response()
         store.keep(source)
         return JSONResponse({"status": "loaded", **state(pool)})
 
     return router
 
 
-def state(pool: Pool) -> dict[str, Any]:
+def state(pool: WorkerPool) -> dict[str, Any]:
     """Which weights answer. The checksum is that of all workers; a worker that starts anew has none yet."""
     workers = [
         {
@@ -103,14 +105,14 @@ def refusal(reason: str) -> JSONResponse:
     return JSONResponse({"error": error}, 400)
 
 
-async def receive(request: Request, pool: Pool, store: _Store) -> tuple[Path, int]:
+async def receive(request: Request, pool: WorkerPool, store: _Store) -> tuple[Path, int]:
     """Files of our own with the weights of a request, and their version."""
     if request.headers.get("content-type", "").partition(";")[0].strip() == "application/octet-stream":
         version = version_of(request.query_params.get("version"))
         most = max([ready.parameters for ready in pool.ready], default=0) * BYTES_PER_PARAMETER + HEADER
         return await store.write(request.stream(), most), version
     try:
-        body = await request.json()
+        body = json.loads(request.scope[BODY])
         folder, version = body["folder"], version_of(body.get("version"))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(

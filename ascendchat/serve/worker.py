@@ -36,17 +36,17 @@ from ascendchat.nn.logprobs import Float32Readout
 from ascendchat.parallel.context import Context
 from ascendchat.parallel.world import World
 from ascendchat.remote.weights import checksum
-from ascendchat.serve.messages import (
-    Ask,
+from ascendchat.serve.worker_messages import (
     Begun,
     Cancel,
     Change,
-    Check,
+    CheckWeights,
+    Chunk,
     Done,
-    Link,
-    Load,
+    FrontSocket,
+    Generate,
+    LoadWeights,
     Open,
-    Part,
     Pause,
     Ready,
     Refused,
@@ -62,7 +62,7 @@ SIGN_OF_LIFE = 1.0  # seconds of work after which the front hears something, eve
 def main(fd: int) -> None:
     """Wait until the front names a device, open the model there, and answer until the front goes."""
     threading.stack_size(2 * STACK)  # of threads that compile grammars
-    link = Link(socket.socket(fileno=fd))
+    link = FrontSocket(socket.socket(fileno=fd))
     link.stay_while_front_does()
     opening: Open = link.receive()
     try:
@@ -130,12 +130,12 @@ def same_model(saved: dict[str, Any] | None, own: dict[str, Any]) -> bool:
 
 
 @dataclass
-class _Answer:
-    """One request under way, and how much of it the front has."""
+class _Running:
+    """A request in the engine, and how much of its answer the front has."""
 
-    job: RequestState
+    state: RequestState
     streams: bool
-    sent: int = 0
+    sent: int = 0  # ids
     begun: bool = False
 
 
@@ -143,20 +143,21 @@ class _Answer:
 class _Waiting:
     """A request that has no slot yet."""
 
-    ask: Ask
+    wanted: Generate
     matcher: Matcher | str | None = None  # what came of its grammar, or why nothing
 
 
 class Worker:
     """The loop around one engine."""
 
-    def __init__(self, link: Link, engine: Engine) -> None:
+    def __init__(self, link: FrontSocket, engine: Engine) -> None:
         self.link, self.engine = link, engine
         self.slots = len(engine.running)
         self.waiting: deque[_Waiting] = deque()
         self.compiling: dict[int, _Waiting] = {}  # whose grammars are being compiled, each in a thread
         self.compiled, self._tell = os.pipe()  # has a byte for each that is done
-        self.answers: dict[int, _Answer] = {}
+        self.ends = [link.fileno, self.compiled]
+        self.running: dict[int, _Running] = {}
         self.held = False  # nothing new enters
         self.frozen = False  # and what is under way stands still
         self.pausing: int | None = None  # number of the Pause that waits for the answers under way
@@ -168,29 +169,30 @@ class Worker:
         while True:
             self.listen()
             self.admit()
-            self.engine.step()
+            if self.engine.prefill():
+                self.send()  # a first token need not wait for the second
+            self.engine.decode()
             self.send()
-            if self.pausing is not None and not self.answers:
+            if self.pausing is not None and not self.running:
                 self.paused()
 
     @property
     def stepping(self) -> bool:
-        return bool(self.answers or (self.waiting and not self.held)) and not self.frozen
+        return bool(self.running or (self.waiting and not self.held)) and not self.frozen
 
     def listen(self) -> None:
         """Take all that has come; wait where there is nothing to do."""
-        ends: list[Any] = [self.link, self.compiled]
-        while ready := select.select(ends, [], [], 0 if self.stepping else None)[0]:
+        while ready := select.select(self.ends, [], [], 0 if self.stepping else None)[0]:
             if self.compiled in ready:
                 os.read(self.compiled, 4096)
                 for key in [key for key, one in self.compiling.items() if one.matcher is not None]:
                     self.waiting.append(self.compiling.pop(key))
-            if self.link in ready:
+            if self.link.fileno in ready:
                 self.take(self.link.receive())
 
     def compile(self, waiting: _Waiting) -> None:
         """A thread: a large grammar takes as long as hundreds of steps, and the compiler needs no lock of Python's."""
-        request = waiting.ask.request
+        request = waiting.wanted.request
         grammar = request.sampling.grammar
         assert grammar is not None
         try:
@@ -202,23 +204,24 @@ class Worker:
 
     def admit(self) -> None:
         """Requests enter the engine when it has a slot for them, so that whatever is in it is under way."""
-        while self.waiting and not self.held and len(self.answers) < self.slots:
+        while self.waiting and not self.held and len(self.running) < self.slots:
             first = self.waiting.popleft()
-            ask, matcher = first.ask, first.matcher
+            wanted, matcher = first.wanted, first.matcher
             try:
                 if isinstance(matcher, str):
                     raise ValueError(matcher)
-                self.answers[ask.key] = _Answer(self.engine.add(ask.request, matcher), ask.streams)
+                state = self.engine.add(wanted.request, matcher)
+                self.running[wanted.key] = _Running(state, wanted.streams)
             except ValueError as error:
-                self.link.send([Refused(ask.key, str(error))])
+                self.link.send([Refused(wanted.key, str(error))])
 
     # ---- what the front wants ------------------------------------------------------------------
 
     def take(self, message: Any) -> None:
-        if isinstance(message, Ask) and message.request.sampling.grammar is not None:
+        if isinstance(message, Generate) and message.request.sampling.grammar is not None:
             self.compiling[message.key] = waiting = _Waiting(message)
             threading.Thread(target=self.compile, args=(waiting,), daemon=True).start()
-        elif isinstance(message, Ask):
+        elif isinstance(message, Generate):
             self.waiting.append(_Waiting(message))
         elif isinstance(message, Cancel):
             self.cancel(message.key)
@@ -226,17 +229,17 @@ class Worker:
             self.change(message.number, message.what)
 
     def cancel(self, key: int) -> None:
-        if answer := self.answers.get(key):
-            self.engine.cancel(answer.job)
+        if answer := self.running.get(key):
+            self.engine.cancel(answer.state)
             self.send(now=True)
-        elif key in self.compiling or any(one.ask.key == key for one in self.waiting):
-            self.waiting = deque(one for one in self.waiting if one.ask.key != key)
+        elif key in self.compiling or any(one.wanted.key == key for one in self.waiting):
+            self.waiting = deque(one for one in self.waiting if one.wanted.key != key)
             self.compiling.pop(key, None)
-            self.link.send([Part(key, [], [], [], [], [], "cancelled")])
-        if self.pausing is not None and not self.answers:
+            self.link.send([Chunk(key, [], [], [], [], [], "cancelled")])
+        if self.pausing is not None and not self.running:
             self.paused()
 
-    def change(self, number: int, what: Pause | Resume | Check | Load) -> None:
+    def change(self, number: int, what: Pause | Resume | CheckWeights | LoadWeights) -> None:
         """Stop, go on, or take other weights."""
         fresh, model = "", None
         try:
@@ -245,7 +248,7 @@ class Worker:
                     return
             elif isinstance(what, Resume):
                 self.go_on()
-            elif isinstance(what, Check):
+            elif isinstance(what, CheckWeights):
                 self.checked = (what.source, *self.read(what.source)) if what.source else None
                 if self.checked and what.version == self.engine.version and not self.has(self.checked[1]):
                     raise ValueError(f"version {what.version} is in use with other weights; give these another number")
@@ -269,10 +272,10 @@ class Worker:
             self.engine.pause("keep")
             self.frozen = True
         elif mode == "abort":
-            for answer in self.answers.values():
-                self.engine.cancel(answer.job)
+            for answer in self.running.values():
+                self.engine.cancel(answer.state)
         self.send(now=True)
-        if mode == "wait" and self.answers:
+        if mode == "wait" and self.running:
             self.pausing = number
             return False
         return True
@@ -313,36 +316,36 @@ class Worker:
 
     def send(self, now: bool = False) -> None:
         """What is new of every answer; with many of them not after every step."""
-        over = [key for key, answer in self.answers.items() if answer.job.done]
+        over = [key for key, answer in self.running.items() if answer.state.done]
         clock = time.monotonic()
-        pause = TOGETHER * max(1.0, len(self.answers) / MANY) if len(self.answers) > FEW else 0.0
+        pause = TOGETHER * max(1.0, len(self.running) / MANY) if len(self.running) > FEW else 0.0
         if not now and not over and clock - self.sent_at < pause:
             return
-        parts = [part for key, answer in self.answers.items() if (part := news(key, answer))]
+        chunks = [chunk for key, answer in self.running.items() if (chunk := news(key, answer))]
         for key in over:
-            del self.answers[key]
-        if parts or clock - self.sent_at > SIGN_OF_LIFE:
-            self.link.send(parts)
+            del self.running[key]
+        if chunks or clock - self.sent_at > SIGN_OF_LIFE:
+            self.link.send(chunks)
             self.sent_at = clock
 
 
-def news(key: int, answer: _Answer) -> Begun | Part | None:
+def news(key: int, answer: _Running) -> Begun | Chunk | None:
     """What the front does not have yet."""
-    job, whole = answer.job, answer.job.completion
-    if not job.done and not answer.streams:
+    state, whole = answer.state, answer.state.completion
+    if not state.done and not answer.streams:
         first, answer.begun = bool(whole.ids) and not answer.begun, bool(whole.ids)
         return Begun(key) if first else None
-    if not job.done and len(whole.ids) == answer.sent:
+    if not state.done and len(whole.ids) == answer.sent:
         return None
     begin, answer.sent = answer.sent, len(whole.ids)
-    return Part(
+    return Chunk(
         key,
-        job.take(),
+        state.take(),
         whole.ids[begin:],
         whole.logprobs[begin:],
         whole.tops[begin:],
         whole.versions[begin:],
-        whole.finish_reason if job.done else "",
+        whole.finish_reason if state.done else "",
         whole.cached_tokens,
     )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ascendchat.device import Device, pick
-from ascendchat.engine.cache import Cache
+from ascendchat.engine.cache import KVCache
 from ascendchat.engine.engine import Engine, Request, Sampling
 from ascendchat.engine.sampling import Mode
 from ascendchat.nn.attention import Attention, Flash, Reference, Sdpa
@@ -64,7 +64,7 @@ def test_random_batches_equal_the_reference(device: Device, sizes: dict[str, obj
 def test_a_cache_on_the_host_takes_memory_where_it_is_used() -> None:
     device = pick("cpu")
     before = device.memory().used
-    cache = Cache(Shape.from_depth(4, vocab=64), 8, 8192, torch.bfloat16, device.bind(0))
+    cache = KVCache(Shape.from_depth(4, vocab=64), 8, 8192, torch.bfloat16, device.bind(0))
     assert cache.bytes > 256 << 20
     assert device.memory().used - before < 16 << 20
     cache.keys[3][8, 100] = 1
@@ -202,7 +202,7 @@ def test_a_step_that_does_not_advance_changes_nothing(device: Device) -> None:
 @pytest.mark.parametrize("sizes", MODELS[:2], ids=["ring", "grouped"])
 def test_the_cache_is_as_large_as_the_plan_says(sizes: dict[str, object]) -> None:
     shape = make.model(**sizes).shape
-    cache = Cache(shape, 3, CONTEXT, torch.bfloat16, torch.device("cpu"))
+    cache = KVCache(shape, 3, CONTEXT, torch.bfloat16, torch.device("cpu"))
     lists = [kept for kept in vars(cache).values() if isinstance(kept, list)]
     tensors = [tensor for kept in lists for tensor in kept]
     assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)

@@ -14,7 +14,7 @@ from ascendchat.device import Device, DeviceOptions, pick
 from ascendchat.device.cuda import CUDA
 from ascendchat.device.npu import NPU
 from ascendchat.engine import cache
-from ascendchat.engine.cache import EIGHT_BITS, LARGEST, Cache, Narrowed, kept_dtype, narrowed
+from ascendchat.engine.cache import EIGHT_BITS, LARGEST, KVCache, Narrowed, kept_dtype, narrowed
 from ascendchat.engine.engine import Completion, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.nn.attention import Reference, Sdpa
@@ -63,7 +63,7 @@ def test_answers_are_those_of_a_cache_that_rounds(device: Device, name: str, mon
 def test_such_a_cache_has_half_the_keys_and_values(device: Device) -> None:
     shape = Shape.from_depth(4, vocab=64)
     sizes = {"slots": 3, "context": 4096, "dtype": torch.bfloat16, "place": device.bind(0)}
-    whole, half = Cache(shape, **sizes), Cache(shape, **sizes, kept=EIGHT_BITS)  # type: ignore[arg-type]
+    whole, half = KVCache(shape, **sizes), KVCache(shape, **sizes, kept=EIGHT_BITS)  # type: ignore[arg-type]
     pairs = list(zip(whole.keys + whole.values, half.keys + half.values))
     assert all(a.shape == b.shape and a.nbytes == 2 * b.nbytes for a, b in pairs)
     assert half.raw[0].dtype == torch.bfloat16, "what is mixed with the next token stays whole"

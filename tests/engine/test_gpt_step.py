@@ -16,7 +16,7 @@ from ascendchat.device import pick
 from ascendchat.engine.cache import EIGHT_BITS
 from ascendchat.engine.decode import Decoder
 from ascendchat.engine.request import Request, Sampling
-from ascendchat.engine.sampling import Mode, Settings, columns, sample, settings_row
+from ascendchat.engine.sampling import Mode, SamplingSettings, columns, sample, settings_row
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT
 from ascendchat.sizes.shape import Shape
@@ -161,7 +161,7 @@ def test_the_choice_equals_the_plain_one(random: bool, overlaps: bool) -> None:
     heat = [0.0, 0.0, 1.0, 0.7, 2.0, 0.01, 1.0] if random else [0.0] * rows
     seeds = [*(7**n for n in range(rows - 1)), 10]
     lines = [settings_row(Sampling(temperature=t, seed=seed)) for t, seed in zip(heat, seeds)]
-    settings = Settings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
+    settings = SamplingSettings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
     position = torch.tensor([0, 5, 1, 2047, 40000, 17, 360], device=PLACE)
     blocks = columns(vocab, PLACE)
     token, previous, override = (torch.arange(rows, device=PLACE) + n for n in (10, 20, 30))
@@ -189,7 +189,7 @@ def test_of_logits_that_are_not_numbers_a_token_is_chosen_that_exists() -> None:
         logits[0] = torch.nan
         logits[1, -1] = logits[1, 0] = torch.nan
         lines = [settings_row(Sampling(temperature=float(n % 2), seed=n)) for n in range(rows)]
-        settings = Settings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
+        settings = SamplingSettings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
         read = torch.arange(rows, device=PLACE)
         state = State(*(torch.zeros(rows, dtype=torch.int64, device=PLACE) for _ in range(4)), torch.ones_like(read[0]))
         for random in (False, True):

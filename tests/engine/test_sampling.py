@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ascendchat.engine.request import MAX_TOPS, Grammar, Sampling
 from ascendchat.engine.sampling import (
     Mode,
-    Settings,
+    SamplingSettings,
     Tables,
     columns,
     keep,
@@ -28,13 +28,13 @@ from ascendchat.engine.sampling import (
 )
 
 
-def rows(count: int, **values: float) -> Settings:
+def rows(count: int, **values: float) -> SamplingSettings:
     usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0, "seed": 0}
     usual = {**usual, "presence": 0.0, "frequency": 0.0, "processed": False, **values}
     types = {"top_k": torch.int64, "processed": torch.bool}
     usual["seed"] = seed_keys(int(usual["seed"]))  # type: ignore[assignment]
     made = {name: torch.tensor([value] * count, dtype=types.get(name, torch.float32)) for name, value in usual.items()}
-    return Settings(**made)
+    return SamplingSettings(**made)
 
 
 def keys(seeds: Iterable[int]) -> torch.Tensor:

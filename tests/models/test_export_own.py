@@ -31,7 +31,7 @@ from ascendchat.models.export import describe, draft_of, export, export_adapter
 from ascendchat.models.open import Opened, open_model
 from ascendchat.nn.model import dense
 from ascendchat.parallel.context import joined
-from ascendchat.serve.command import open_tokenizer
+from ascendchat.serve.prompts import open_tokenizer
 from ascendchat.serve.worker import open_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")

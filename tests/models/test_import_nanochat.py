@@ -27,7 +27,7 @@ from ascendchat.models.nanochat import read_tokenizer
 from ascendchat.models.open import open_model
 from ascendchat.nn.model import dense
 from ascendchat.parallel.context import joined
-from ascendchat.serve.command import open_tokenizer
+from ascendchat.serve.prompts import open_tokenizer
 from ascendchat.serve.worker import open_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")

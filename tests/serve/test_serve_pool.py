@@ -12,8 +12,8 @@ import pytest
 
 from ascendchat.config.serve import ServeConfig
 from ascendchat.engine.request import Piece, Request
-from ascendchat.serve.messages import Begun, Cancel, Change, Done, Part, Ready, Resume
-from ascendchat.serve.pool import Failure, Pool, Ticket
+from ascendchat.serve.pool import AnswerFailed, PendingRequest, WorkerPool
+from ascendchat.serve.worker_messages import Begun, Cancel, Change, Chunk, Done, Ready, Resume
 
 SLOTS = 2
 
@@ -21,7 +21,7 @@ SLOTS = 2
 class Worker:
     """The process of a worker: what it is sent, and Done after each change."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: WorkerPool) -> None:
         self.pool, self.sent = pool, list[Any]()
         self.gone = asyncio.Event()
 
@@ -35,9 +35,9 @@ class Worker:
 
 
 @asynccontextmanager
-async def answering(**settings: Any) -> AsyncIterator[tuple[Pool, Worker]]:
+async def answering(**settings: Any) -> AsyncIterator[tuple[WorkerPool, Worker]]:
     """A pool with one such worker."""
-    pool = Pool(ServeConfig(device_type="cpu", **settings))
+    pool = WorkerPool(ServeConfig(device_type="cpu", **settings))
     pool.loop = asyncio.get_running_loop()
     pool.started = pool.loop.create_future()
     pool.started.set_result(None)
@@ -46,7 +46,7 @@ async def answering(**settings: Any) -> AsyncIterator[tuple[Pool, Worker]]:
     process.child = worker  # type: ignore[assignment]
     process.ready = Ready("CPU", SLOTS, 64, 256, {}, "")
     yield pool, worker
-    for ticket in pool.tickets:
+    for ticket in pool.requests:
         ticket.close()
     if process.timer is not None:
         process.timer.cancel()
@@ -56,17 +56,17 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def written(key: int, text: str, reason: str = "") -> Part:
-    return Part(key, [Piece("text", text)], [1] * len(text), [], [], [0] * len(text), reason)
+def written(key: int, text: str, reason: str = "") -> Chunk:
+    return Chunk(key, [Piece("text", text)], [1] * len(text), [], [], [0] * len(text), reason)
 
 
-async def outcome(ticket: Ticket) -> list[tuple[str, str]] | str:
+async def outcome(ticket: PendingRequest) -> list[tuple[str, str]] | str:
     """Texts with finish reasons, or why there is no more."""
     found = []
     try:
         async for part in ticket:
             found.append(("".join(piece.text for piece in part.pieces), part.finish_reason))
-    except Failure as failure:
+    except AnswerFailed as failure:
         return str(failure)
     return found
 
@@ -75,11 +75,11 @@ def test_a_fault_of_ours_ends_the_start_instead_of_keeping_it_waiting(monkeypatc
     async def no_thread(self: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(Pool, "child", no_thread)
+    monkeypatch.setattr(WorkerPool, "child", no_thread)
 
     async def test() -> None:
         with pytest.raises(RuntimeError, match="new thread"):
-            await asyncio.wait_for(Pool(ServeConfig(device_type="cpu")).start(), 60)
+            await asyncio.wait_for(WorkerPool(ServeConfig(device_type="cpu")).start(), 60)
 
     run(test)
 

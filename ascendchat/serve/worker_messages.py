@@ -1,6 +1,6 @@
 """What the server's front and its workers say to each other, over a socket of their own (pool.py, worker.py).
 
-The front sends Open first, then Ask, Cancel and Change; a worker sends Ready once, then lists of Begun, Part and
+The front sends Open first, then Generate, Cancel and Change; a worker sends Ready once, then lists of Begun, Chunk and
 Refused (an empty list says that it is still at work), and Done after each Change. On the wire a message is its length
 and its pickle: both ends are the same program, of the same user.
 """
@@ -38,7 +38,7 @@ class Open(NamedTuple):
     place: int
 
 
-class Ask(NamedTuple):
+class Generate(NamedTuple):
     """Answer this. `streams`: parts as they come; else one at the end."""
 
     key: int
@@ -60,7 +60,7 @@ class Resume(NamedTuple):
     pass
 
 
-class Check(NamedTuple):
+class CheckWeights(NamedTuple):
     """Read these weights (a checkpoint folder or a safetensors file) and see whether they fit, and whether the worker
     has other weights of this version; change nothing. Nothing ("") forgets what was read."""
 
@@ -68,7 +68,7 @@ class Check(NamedTuple):
     version: int = -1
 
 
-class Load(NamedTuple):
+class LoadWeights(NamedTuple):
     """Answer with these weights from now on."""
 
     source: str
@@ -79,7 +79,7 @@ class Change(NamedTuple):
     """Something that the front waits for; Done has the same number."""
 
     number: int
-    what: Pause | Resume | Check | Load
+    what: Pause | Resume | CheckWeights | LoadWeights
 
 
 class Done(NamedTuple):
@@ -98,8 +98,8 @@ class Begun(NamedTuple):
     key: int
 
 
-class Part(NamedTuple):
-    """What came since the last Part of this key; the last one has a finish reason."""
+class Chunk(NamedTuple):
+    """What came since the last Chunk of this key; the last one has a finish reason."""
 
     key: int
     pieces: list[Piece]
@@ -134,14 +134,15 @@ class Ready:
 
 # A child's end of the socket to the server's front (pool.py): messages in, messages out, and the end with the front.
 #
-# link = Link(socket.socket(fileno=fd)); link.stay_while_front_does(); message = link.receive(); link.send(answer)
+# front = FrontSocket(socket.socket(fileno=fd)); front.stay_while_front_does(); front.send(front.receive())
 
 
-class Link:
+class FrontSocket:
     """The child's end."""
 
     def __init__(self, socket: socket.socket) -> None:
         self._socket = socket
+        self.fileno = socket.fileno()  # for select, which says when there is a message
 
     def stay_while_front_does(self) -> None:
         """From now on the process ends when the front does, whatever it is doing."""
@@ -156,10 +157,6 @@ class Link:
     def receive(self) -> Any:
         """The next message; waits for it."""
         return pickle.loads(self._read(LENGTH.unpack(self._read(LENGTH.size))[0]))
-
-    def fileno(self) -> int:
-        """For select, which says when there is one."""
-        return self._socket.fileno()
 
     def _read(self, size: int) -> bytes:
         try:
