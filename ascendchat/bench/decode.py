@@ -66,7 +66,7 @@ def read_bytes(shape: Shape, batch: int, length: float, size: int, kept: int) ->
 
 
 def run(config: BenchDecodeConfig) -> int:
-    """The command."""
+    """Run `ascendchat bench decode`."""
     if config.prompt_tokens + config.new_tokens > config.context:
         raise UserError("--prompt-tokens and --new-tokens together must not exceed --context")
     with joined(pick(config.device_type, compiled=config.compile)) as here:

@@ -26,7 +26,7 @@ OnEvent = Callable[[bytes], None]
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server is, and the key it wants."""
+    """Address of a server, and its API key."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class Address:
         return cls(parts.hostname, port or (443 if secure else 80), secure, base, api_key)
 
     def head(self, method: str, path: str, length: int) -> bytes:
-        """Request line and headers."""
+        """The request line and headers as bytes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {self.base}{path} HTTP/1.1", f"Host: {host}:{self.port}", f"Content-Length: {length}"]
         lines += ["Content-Type: application/json", "Accept: application/json, text/event-stream"]
@@ -160,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
         return True
 
     def _read_body(self) -> bool:
-        """What has come of the body; False when more is needed first."""
+        """Take what has come of the body; False when more is needed first."""
         if self._chunked and not self._left:
             end = self._buffer.find(b"\r\n")
             if end < 0:
@@ -219,7 +219,7 @@ def first_key(file: str) -> str:
 
 
 async def connect(address: Address) -> ClientConnection:
-    """A connection to the server; OSError when there is none to be had."""
+    """Open a connection to the server; OSError when there is none to be had."""
     loop = asyncio.get_running_loop()
     context = ssl.create_default_context() if address.secure else None
     _, connection = await loop.create_connection(

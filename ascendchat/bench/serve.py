@@ -39,7 +39,7 @@ CLIENTS = 64  # streams that one process follows easily
 
 
 def run(config: BenchServeConfig) -> int:
-    """The command."""
+    """Run `ascendchat bench serve`."""
     address = Address.parse(config.url, first_key(config.api_key_file))
     model = asyncio.run(model_of(address))
     processes = config.processes or max(1, min(-(-config.concurrency // CLIENTS), (os.cpu_count() or 2) // 2))
@@ -90,7 +90,7 @@ async def model_of(address: Address) -> str:
 def load(
     config: BenchServeConfig, address: Address, model: str, processes: int
 ) -> tuple[list[Sample], Sequence[float]]:
-    """All requests of one run, sent by this process or by several."""
+    """Send all requests of one run, from this process or from several."""
     if processes == 1:
         asker = Asker(config, address, model)
         return asyncio.run(send(asker, time.monotonic(), 0, 1)), asker.gaps
@@ -119,7 +119,7 @@ def load(
 
 
 def process(pipe: Pipe, config: BenchServeConfig, address: Address, model: str, index: int, processes: int) -> None:
-    """One of several processes that send."""
+    """Run one of several processes that send."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and with it this one
     pipe.send("ready")
     asker = Asker(config, address, model)
@@ -131,7 +131,7 @@ def process(pipe: Pipe, config: BenchServeConfig, address: Address, model: str, 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Of sorted values, between neighbours where it falls between them."""
+    """A percentile of sorted values, between neighbours where it falls between them."""
     place = (len(values) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(values) - 1)
@@ -148,7 +148,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def measured(samples: Sequence[Sample], gaps: Sequence[float]) -> dict[str, Any]:
-    """What the samples say."""
+    """Throughput and latencies of these samples."""
     whole = [one for one in samples if not one.error]
     began = min((one.arrived for one in samples), default=0.0)
     seconds = max((one.ended for one in whole), default=began) - began
@@ -170,7 +170,7 @@ def measured(samples: Sequence[Sample], gaps: Sequence[float]) -> dict[str, Any]
 
 
 def table(facts: dict[str, Any]) -> str:
-    """The same to read."""
+    """The facts as lines of text."""
     many = f"{facts['concurrency']} clients"
     if facts["arrivals"] == "poisson":
         many = f"{facts['rate']:g} requests/s, at most {facts['concurrency']} at once"
@@ -250,7 +250,7 @@ class Asker:
         return {**common, "messages": [{"role": "user", "content": text.strip()}]}
 
     async def ask(self, number: int, arrived: float) -> Sample:
-        """One request to its end; what goes wrong is in the sample."""
+        """Send one request and read its answer to the end; what goes wrong is in the sample."""
         answer = _Answer(self.gaps)
         try:
             reply = await asyncio.wait_for(self.exchange(self.content(number), answer.take), self.config.timeout)
@@ -269,7 +269,7 @@ class Asker:
         return Sample(number, arrived, answer.first or now, answer.last or now, now, *counts, error)
 
     async def exchange(self, content: dict[str, Any], on_event: Callable[[bytes], None]) -> ClientReply:
-        """Over a connection that is free, or a new one; again if the server had just closed the old one."""
+        """Use a free connection, or a new one; again if the server had just closed the old one."""
         while self.idle:
             connection = self.idle.pop()
             try:
@@ -291,7 +291,7 @@ class Asker:
 
 
 class _Answer:
-    """What has come of one streamed answer."""
+    """The progress of one streamed answer."""
 
     def __init__(self, gaps: array[float]) -> None:
         self.gaps = gaps
@@ -300,7 +300,7 @@ class _Answer:
         self.error = ""
 
     def take(self, event: bytes) -> None:
-        """One event. Tokens are counted by the usage at the end: a busy server joins several in one event."""
+        """Take one event. Tokens are counted by the usage at the end: a busy server joins several in one event."""
         if event == b"[DONE]":
             return
         try:
@@ -320,7 +320,7 @@ class _Answer:
 
 
 def says(choice: dict[str, Any]) -> bool:
-    """Whether this part of an event has something of the answer in it; the first and the last often have not."""
+    """True if this part of an event has something of the answer in it; the first and the last often have not."""
     delta = choice.get("delta") or {}
     return bool(choice.get("text") or choice.get("token_ids") or delta.get("content") or delta.get("ascendchat"))
 
@@ -339,7 +339,7 @@ def message_in(content: dict[str, Any]) -> str:
 
 
 async def send(asker: Asker, start: float, index: int, processes: int) -> list[Sample]:
-    """The share of process `index`: its clients or arrivals from `start` on, for config.seconds."""
+    """Send the share of process `index`: its clients or arrivals from `start` on, for config.seconds."""
     config = asker.config
     end = start + config.seconds
     clients = config.concurrency // processes + (index < config.concurrency % processes)
@@ -387,7 +387,7 @@ def arrivals(chance: random.Random, rate: float, seconds: float) -> Iterator[flo
 
 
 async def one_after_another(asker: Asker, numbers: list[int]) -> list[Sample]:
-    """The same requests, each behind the answer to the one before, for config.seconds at most."""
+    """Send these requests, each behind the answer to the one before, for config.seconds at most."""
     samples: list[Sample] = []
     end = time.monotonic() + asker.config.seconds
     for number in numbers:

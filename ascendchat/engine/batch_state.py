@@ -1,5 +1,5 @@
-"""What the host knows of the rows that run, as arrays by slot: what a step of hundreds of rows brings is taken in with
-a dozen operations, not with some for every row.
+"""The state of all running rows on the host, as arrays by slot: the result of a step of hundreds of rows is taken in
+with a dozen operations, not with some for every row.
 
     batch.enter(slot, ...); batch.leave(slot)
     rows = batch.launch(batch.runs())                        # one more step is under way for these slots
@@ -30,7 +30,7 @@ class PassRows(NamedTuple):
 
 
 class BatchState:
-    """By slot, (slots,) each. `context`: tokens of a row at most."""
+    """Arrays by slot, (slots,) each. `context`: tokens of a row at most."""
 
     def __init__(self, slots: int, context: int, vocab: int) -> None:
         def numbers() -> Ints:
@@ -74,7 +74,7 @@ class BatchState:
             self._watch(watched, -1)
 
     def move(self, sources: Ints, targets: Ints) -> None:
-        """The requests of some slots go on in others, which nobody has."""
+        """Move the requests of some slots to others, which are free."""
         numbers = self.owner, self.written, self.launched, self.limit, self.prompt, self.mode
         for column in (*numbers, self.ids, self.versions, self.logprobs, self.plain, self.constrained, self.forced):
             column[targets] = column[sources]
@@ -87,7 +87,7 @@ class BatchState:
         self.watched[[token for token in tokens if 0 <= token < len(self.watched)]] += more
 
     def free(self) -> list[int]:
-        """Slots that nobody has."""
+        """The free slots."""
         found: list[int] = np.flatnonzero(self.owner == 0).tolist()
         return found
 
@@ -96,17 +96,17 @@ class BatchState:
         return np.flatnonzero((self.owner > 0) & (self.launched > 0) & (self.launched < self.limit))
 
     def needs(self, slots: Ints) -> tuple[int, int]:
-        """What the next step of these rows needs: tokens of the longest of them behind it, and the largest mode."""
+        """Tokens of the longest of these rows behind the next step, and their largest mode."""
         return int((self.prompt[slots] + self.launched[slots]).max()), int(self.mode[slots].max())
 
     def launch(self, slots: Ints) -> PassRows:
-        """A pass that brings each of these rows a token is under way."""
+        """Note that a pass which brings each of these rows a token is under way."""
         rows = PassRows(slots, self.owner[slots], self.launched[slots])
         self.launched[slots] += 1
         return rows
 
     def there(self, rows: PassRows) -> NDArray[np.bool_]:
-        """Which of these are still the rows that they were."""
+        """(R,) bool: rows whose slot still belongs to the same request."""
         return self.owner[rows.slots] == rows.owners
 
     def to_read(self, rows: PassRows) -> list[int]:

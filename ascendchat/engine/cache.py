@@ -36,11 +36,11 @@ from ascendchat.nn.model import Attend, Shift, Sizes
 from ascendchat.sizes.shape import PREFIX_BLOCK
 
 EIGHT_BITS = torch.float8_e4m3fn
-LARGEST = torch.finfo(EIGHT_BITS).max  # beyond it the format has no infinity but NaN
+MAX_EIGHT_BITS = torch.finfo(EIGHT_BITS).max  # beyond it the format has no infinity but NaN
 
 
 def kept_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
-    """What --kv-cache-dtype means; None: the model's own."""
+    """The dtype that --kv-cache-dtype asks for; None: the model's own."""
     if asked == "auto":
         return None
     if not device.narrow_cache:
@@ -51,12 +51,12 @@ def kept_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the dtype of a cache."""
-    return x if x.dtype == dtype else x.clamp(-LARGEST, LARGEST).to(dtype)
+    """Convert keys or values to the dtype of the cache."""
+    return x if x.dtype == dtype else x.clamp(-MAX_EIGHT_BITS, MAX_EIGHT_BITS).to(dtype)
 
 
 class Narrowed:
-    """A kernel that sees keys and values as a cache of this dtype would give them back: what that costs in bits."""
+    """A kernel that sees keys and values rounded as in a cache of this dtype: `eval base` measures what that costs."""
 
     def __init__(self, kernel: Attention, dtype: torch.dtype) -> None:
         self.kernel, self.dtype = kernel, dtype
@@ -79,12 +79,12 @@ class Narrowed:
 
 
 def movable(x: Tensor) -> Tensor:
-    """The same memory for operators that move numbers: few of them know those of 8 bits."""
+    """View numbers of 8 bits as bytes, for operators that only move them: few know the float type."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 class KeptTokens(NamedTuple):
-    """Which tokens of a pass go into `raw`: from column `column` of row i into slot `slot`, place `place`; (R, M)."""
+    """Tokens of a pass that go into `raw`: from column `column` of row i into slot `slot`, place `place`; (R, M)."""
 
     slot: Tensor
     place: Tensor
@@ -92,7 +92,7 @@ class KeptTokens(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """How the new tokens (R, T) of rows and those before them lie in a layer."""
+    """The places of new tokens (R, T), and of those before them, in a layer."""
 
     slot: Tensor  # (R, T): slot that each new token goes to
     place: Tensor  # (R, T): and its place there
@@ -114,11 +114,12 @@ class Suffixes:
 
     @property
     def positions(self) -> Tensor:
-        """(R, T) of the new tokens, padding included."""
+        """Positions (R, T) of the new tokens, padding included."""
         return self.starts[:, None] + torch.arange(self.width, device=self.slots.device)
 
     def places(self, ring: int) -> _Places:
-        """In a layer of `ring` places. A ring of which a part is overwritten by new tokens keeps the last of them."""
+        """The places in a layer that has `ring` of them. A ring of which a part is overwritten by new tokens keeps the
+        last of them."""
         if ring not in self._places:
             column = torch.arange(self.width, device=self.slots.device)
             count = self.counts[:, None]
@@ -135,8 +136,8 @@ class Suffixes:
 
 
 def blank(size: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> Tensor:
-    """Zeros. On the host as the kernel hands them out when they are first touched: most of a cache never is, and to
-    write all of it took 0.25 s before the first token at depth 12."""
+    """Make zeros: on the host as the operating system hands them out when they are first touched: most of a cache never
+    is, and to write all of it took 0.25 s before the first token at depth 12."""
     if place.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=place)
     pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
@@ -144,8 +145,8 @@ def blank(size: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> Ten
 
 
 class KVCache:
-    """keys[layer], values[layer]: (slots + 1, places of that layer, K, D); raw[layer]: (slots + 1, M, H + 2K, D), none
-    for a model that does not mix each token with the one before."""
+    """The KV cache. keys[layer], values[layer]: (slots + 1, places of that layer, K, D); raw[layer]: (slots + 1, M, H +
+    2K, D), none for a model that does not mix each token with the one before."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class KVCache:
     def prompt_pass(
         self, kernel: Attention, scale: float, slots: Tensor, lengths: Tensor, kept_tokens: KeptTokens
     ) -> tuple[Attend, Shift]:
-        """Prompts from their beginning on, (R, T), of which row i has lengths[i] tokens, into slots (R,)."""
+        """Read prompts from their beginning on, (R, T), of which row i has lengths[i] tokens, into slots (R,)."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.put_prompts(layer, slots, k, v, lengths)
@@ -192,7 +193,7 @@ class KVCache:
     def suffix_pass(
         self, kernel: Attention, scale: float, suffixes: Suffixes, kept_tokens: KeptTokens
     ) -> tuple[Attend, Shift]:
-        """Prompts behind what their slots hold, (R, T)."""
+        """Read prompts behind what their slots hold, (R, T)."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values, lengths = self.put_suffixes(layer, suffixes, k, v)
@@ -212,8 +213,8 @@ class KVCache:
         span: int,
         lengths: Callable[[int], list[int]] | None,
     ) -> tuple[Attend, Shift]:
-        """One new token (B, 1) per row, at `position` (B,), written to `slots` (B,); no row sees more than `span` keys.
-        `lengths`: of the rows in a layer with so many places, for kernels that want them on the host."""
+        """Read one new token (B, 1) per row, at `position` (B,), written to `slots` (B,); no row sees more than `span`
+        keys. `lengths`: of the rows in a layer with so many places, for kernels that want them on the host."""
         count = len(position)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -237,7 +238,7 @@ class KVCache:
     # ---- whole prompts ---------------------------------------------------------------------------
 
     def put_prompts(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-        """Keys and values (R, T, K, D) of whole prompts, of which row i has lengths[i] tokens, into slots (R,)."""
+        """Write keys and values (R, T, K, D) of whole prompts into slots (R,); row i has lengths[i] tokens."""
         places = self.places[layer]
         for cache, new in self._both(layer, k, v):
             if new.size(1) <= places:  # the ring has not turned; what stands behind a short prompt is never seen
@@ -250,7 +251,7 @@ class KVCache:
                 cache.index_copy_(0, slots, new[rows, newest])
 
     def _both(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of a layer and new ones, as they are kept, to be moved there."""
+        """The cache of a layer's keys and values, each with the new ones to be written, in its dtype."""
         both = (self.keys[layer], k), (self.values[layer], v)
         return [(movable(cache), movable(narrowed(new, self.kept))) for cache, new in both]
 
@@ -273,8 +274,8 @@ class KVCache:
     # ---- prompts that go on ----------------------------------------------------------------------
 
     def put_suffixes(self, layer: int, suffixes: Suffixes, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (R, T, K, D) of new tokens; all that these see, in order, (R, S, K, D), and lengths (R,): as
-        Attention.cached wants them, if the padding counts as tokens."""
+        """Write keys and values (R, T, K, D) of new tokens; all that these see, in order, (R, S, K, D), and lengths
+        (R,): as Attention.cached wants them, if the padding counts as tokens."""
         where = suffixes.places(self.places[layer])
         both = []
         for (cache, kept), new in zip(self._both(layer, k, v), (k, v)):
@@ -287,7 +288,7 @@ class KVCache:
     def shift_suffixes(
         self, layer: int, suffixes: Suffixes, kept_tokens: KeptTokens, qkv: Tensor, share: Tensor
     ) -> Tensor:
-        """gpt.Shift of new tokens (R, T, H + 2K, D), the first of which follow the newest of their slots."""
+        """The Shift of new tokens (R, T, H + 2K, D), the first of which follow the newest of their slots."""
         starts = suffixes.starts
         before = self.raw[layer][suffixes.slots, (starts - 1) % 2].masked_fill((starts == 0)[:, None, None], 0.0)
         whole = torch.cat((before[:, None], qkv), dim=1)
@@ -295,8 +296,8 @@ class KVCache:
         return torch.addcmul(qkv, whole[:, :-1], share.to(qkv.dtype))
 
     def copy(self, source: Tensor, target: Tensor, moves: Tensor, ends: Tensor, places: Tensor, longest: int) -> None:
-        """The contents of slots `source` (R,) into slots `target`, of the pairs numbered in `moves` up to the first
-        `longest` positions; pairs that are no moves have equal slots. Row i can then go on at ends[i]: at place
+        """Copy the contents of slots `source` (R,) into slots `target`, of the pairs numbered in `moves` up to the
+        first `longest` positions; pairs that are no moves have equal slots. Row i can then go on at ends[i]: at place
         places[i] of the source's raw tokens is the one before. Everything is read before anything is written."""
         from_slot, to_slot = source[moves], target[moves]
         rows = torch.arange(len(source), device=source.device)
@@ -311,13 +312,14 @@ class KVCache:
     # ---- the next token of every row -------------------------------------------------------------
 
     def put_tokens(self, layer: int, rows: Tensor, position: Tensor, k: Tensor, v: Tensor) -> None:
-        """One new token per row: k, v (B, 1, K, D) of rows that write to the slots `rows` (B,), at `position` (B,)."""
+        """Write one new token per row: k, v (B, 1, K, D) of rows that write to the slots `rows` (B,), at `position`
+        (B,)."""
         place = position % self.places[layer]
         for cache, new in self._both(layer, k[:, 0], v[:, 0]):
             cache.index_put_((rows, place), new)
 
     def shift_tokens(self, layer: int, rows: Tensor, position: Tensor, qkv: Tensor, share: Tensor) -> Tensor:
-        """gpt.Shift of one new token per row (B, 1, H + 2K, D). Two places in turn: a step that is run twice, as while
+        """The Shift of one new token per row (B, 1, H + 2K, D). Two places in turn: a step that is run twice, as while
         a graph is recorded, gives the same."""
         raw = self.raw[layer]
         raw.index_put_((rows, position % 2), qkv[:, 0])

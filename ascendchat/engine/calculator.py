@@ -35,11 +35,11 @@ WRITTEN = str.maketrans({"×": "*", "÷": "/", "−": "-", "（": "(", "）": ")
 
 
 class _Refused(Exception):
-    """Why an expression has no answer."""
+    """An expression has no answer, and why."""
 
 
 def calculate(expression: str) -> str:
-    """The value as text, or `error: ` and the reason."""
+    """Compute an expression: its value as text, or `error: ` and the reason."""
     try:
         return written(value(parsed(expression)))
     except _Refused as refusal:
@@ -47,7 +47,7 @@ def calculate(expression: str) -> str:
 
 
 def parsed(expression: str) -> ast.expr:
-    """The syntax tree of one expression; a closing `=`, thousands separators and typographic signs are understood."""
+    """Parse one expression; a closing `=`, thousands separators and typographic signs are understood."""
     text = expression.translate(WRITTEN).strip().rstrip("=").strip()
     if not text:
         raise _Refused("nothing to calculate")

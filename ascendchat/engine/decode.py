@@ -156,7 +156,7 @@ class Decoder:
         return report
 
     def _read_suffixes(self, tokens: Tensor, before: Tensor, suffixes: Suffixes, kept: KeptTokens) -> Tensor:
-        """Prompts behind what their slots hold, of which `before` (R,) is the last token: (R, T) -> (R, T, C)."""
+        """Read prompts behind what their slots hold, of which `before` (R,) is the last token: (R, T) -> (R, T, C)."""
         attend, shift = self.cache.suffix_pass(self.kernel, self.scale, suffixes, kept)
         position = suffixes.positions.clamp(max=self.context - 1)  # padding may stand further
         begins = (suffixes.starts == 0)[:, None]
@@ -184,7 +184,7 @@ class Decoder:
         tables.bias[slot], tables.counts[slot] = zeros.scatter_add(1, ids, bias), zeros
 
     def _make_tables(self) -> Tables:
-        """10 bytes per slot and token of the vocabulary, once a request needs them."""
+        """The tables, made once a request needs them: 10 bytes per slot and token of the vocabulary."""
         if self.tables is None:
             self.tables = Tables.zeros(self.slots, self.vocab, self.place)
         return self.tables
@@ -198,7 +198,7 @@ class Decoder:
     # ---- decoding --------------------------------------------------------------------------------
 
     def force(self, tokens: dict[int, int]) -> None:
-        """By slot: what the next step reads in place of the token that the row has chosen."""
+        """Replace the token that a row has chosen: by slot, what the next step reads in its place."""
         if tokens:
             self.override[self.put(list(tokens))] = self.put(list(tokens.values()))
 
@@ -239,7 +239,7 @@ class Decoder:
         self.prepared = sizes
 
     def _capture(self, key: StepKey) -> Callable[[], Tensor]:
-        """The step as a graph where the chip replays; of too many, that which nobody used for the longest time goes."""
+        """Capture a step as a graph where the chip can; of too many, the least recently used one goes."""
         step = partial(self._step, key)
         if not self.graphs:
             return step
@@ -308,7 +308,7 @@ class Decoder:
 
     @contextmanager
     def _standing(self) -> Iterator[None]:
-        """Steps change nothing in here; behind it they do again, also when it ends with an error."""
+        """Let steps change nothing inside; behind it they do again, also when it ends with an error."""
         self.advance.zero_()
         try:
             yield
@@ -366,7 +366,7 @@ class Decoder:
         return chosen, report
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, C) -> (B, V) float32."""
+        """Compute logits: (B, C) -> (B, V) float32."""
         return self.readout.logits(hidden, self.model.head[: self.vocab], self.model.softcap)
 
     # ---- slots -----------------------------------------------------------------------------------
@@ -403,11 +403,11 @@ class Decoder:
             self.tables.bias.index_fill_(0, slot, 0.0)
 
     def step_rows(self, rows: int) -> int:
-        """Rows that a step for so many runs."""
+        """Rows that a step runs which is wanted for so many."""
         if self.prepared:
             return next(most for most, _ in self.prepared if most >= rows)
         return power(rows, 1, self.slots) if self.graphs or self.compiled else rows
 
     def has_step(self, rows: int) -> bool:
-        """Whether a step of so many rows costs no capture any more."""
+        """True if a step of so many rows needs no new capture."""
         return not (self.graphs or self.compiled) or any(key.rows == rows for key in self.steps)

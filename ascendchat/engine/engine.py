@@ -130,7 +130,7 @@ class Engine:
     # ---- the Generator -------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """All answers, in the order of the requests."""
+        """Generate all answers, in the order of the requests."""
         if self.paused:
             raise RuntimeError("the engine is paused, and would never answer: resume() it first")
         states = [self._new_state(request) for request in requests]
@@ -149,7 +149,7 @@ class Engine:
         return [state.completion for state in states]
 
     def stream(self, request: Request) -> _EngineStream:
-        """One answer as it comes, whole characters only, with tool calls and their results."""
+        """Generate one answer, as it comes: whole characters only, with tool calls and their results."""
         return _EngineStream(self, self.add(request))
 
     @torch.no_grad()
@@ -184,11 +184,11 @@ class Engine:
                 self.cancel(state)
 
     def resume(self) -> None:
-        """Go on after pause()."""
+        """End a pause."""
         self.paused = None
 
     def renew(self, version: int) -> None:
-        """A trainer has changed the model's own tensors, in this process: forget what the old ones wrote."""
+        """Forget what the old weights wrote: a trainer in this process has changed the model's own tensors."""
         self.prefix_cache.clear()
         self.scheduler.restart()
         self.version = version
@@ -410,7 +410,7 @@ class Engine:
         return None
 
     def _call_tool(self, state: RequestState, number: int) -> None:
-        """The model has closed a call in pass `number`: its result comes next, whatever the model thinks."""
+        """Run the call that the model has closed in pass `number`: its result comes next, whatever the model thinks."""
         state.read()
         call, state.text.call = state.text.call, ""
         if call:
@@ -444,7 +444,7 @@ class Engine:
             self._compact()
 
     def _is_sparse(self) -> bool:
-        """Whether a step would have half as many rows. Not while prompts are read or wait for a slot."""
+        """True where half as many rows would do for a step. Not while prompts are read or wait for a slot."""
         if len(self.running) < MIN_ROWS or self.waiting or self.scheduler.waiting:
             return False
         busy = np.flatnonzero(self.batch.owner)
@@ -525,23 +525,23 @@ class RequestState:
         self._read = 0  # ids that have become text
 
     def begin(self, cached: int) -> None:
-        """Its prompt will be read behind so many tokens that the cache has."""
+        """Note that its prompt will be read behind so many tokens that the cache has."""
         self.cached = self._answer.cached_tokens = cached
 
     def take(self) -> list[Piece]:
-        """The text that came since the last call."""
+        """Take the text that came since the last call."""
         self.read()
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def enter(self, batch: BatchState) -> None:
-        """It has a slot."""
+        """Enter the batch: it has a slot."""
         self.batch, constrained = batch, self.matcher is not None
         batch.enter(self.slot, len(self.tokens), self.limit, self.mode, self.watched, constrained=constrained)
         self.mark()
 
     def mark(self) -> None:
-        """Say whether its coming tokens need a look."""
+        """Tell the batch whether its coming tokens need a look."""
         if self.batch is not None:
             self.batch.forced[self.slot] = bool(self.forced)
             self.batch.plain[self.slot] = self.plain and not self.forced and not self.discard
@@ -564,7 +564,7 @@ class RequestState:
         return answer
 
     def add(self, token: int, version: int, forced: bool) -> None:
-        """The next token of the answer."""
+        """Add the next token of the answer."""
         answer, batch = self.completion, self.batch
         if batch is not None:
             batch.ids[self.slot, len(answer.ids)] = token

@@ -38,7 +38,7 @@ from ascendchat.nn.triton_decoding import Blocks, product
 
 
 class _Tiles(NamedTuple):
-    """How `attend` walks over the keys."""
+    """The tiling of `attend` over the keys."""
 
     keys: int  # at once
     stages: int  # so many of these are under way
@@ -111,7 +111,7 @@ class TokenStep:
 
 
 class _Step:
-    """What one step works on."""
+    """One decoding step: its buffers and launches."""
 
     def __init__(self, whole: TokenStep, rows: int, slots: Slots) -> None:
         self.whole, self.rows, self.slots = whole, rows, slots
@@ -150,7 +150,7 @@ class _Step:
         return self.gates if weight is None else weight, told
 
     def mix(self) -> tuple[Tensor, ...]:
-        """What the stream is mixed of."""
+        """The tensors that a layer mixes into the stream."""
         model = self.model
         return self.first, model.residual, model.first
 

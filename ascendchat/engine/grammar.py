@@ -171,7 +171,7 @@ def in_a_line(reason: str) -> str:
 
 
 class Matcher:
-    """How far one row has come in its grammar."""
+    """The state of one row in its grammar."""
 
     def __init__(self, inner: LLMatcher) -> None:
         self.inner = inner
@@ -404,7 +404,7 @@ class Lane:
         self._lock = threading.Lock()
 
     def reason(self, grammar: Grammar, seconds: float) -> str | None:
-        """As that of Trial; None when the time was not enough."""
+        """Why a grammar cannot be compiled, "" when it can; None when the time was not enough."""
         with self._lock:
             for _ in range(2):  # a process that was killed says nothing of the grammar: it is tried once more
                 if self.process is None or self.process.poll() is not None:
@@ -417,7 +417,7 @@ class Lane:
             return TOO_MUCH
 
     def _end(self) -> int:
-        """How the process that gave no answer has ended; 0 when it had to be ended."""
+        """Exit status of the process that gave no answer; 0 when it had to be killed."""
         process, self.process = self.process, None
         assert process is not None
         try:
@@ -473,7 +473,7 @@ def main() -> None:
 
 
 def tried(tokens: Any, grammar: Grammar, seconds: float) -> str:
-    """What a fork of this process says of a grammar."""
+    """Compile a grammar in a fork of this process; its answer, as in Lane.reason."""
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:

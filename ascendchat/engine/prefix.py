@@ -47,7 +47,7 @@ Tokens = NDArray[np.int32]
 
 
 def block_place(border: int) -> int:
-    """Where `raw` has the token before this border, a multiple of BLOCK."""
+    """The place in `raw` of the token before this border, a multiple of BLOCK."""
     return FIRST_BLOCK + border // BLOCK - 1
 
 
@@ -86,7 +86,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """What lies in one slot."""
+    """The contents of one slot."""
 
     tokens: Tokens  # whose keys and values are there, from position 0 on
     written: int  # positions that its rings have seen at most: also by steps too many, and before it was continued
@@ -123,7 +123,7 @@ class CacheEntry:
         )
 
     def usable(self, prompt: Tokens, ring: int, salt: str = "") -> tuple[int, int]:
-        """How many tokens of the prompt need not be read again, and their place in `raw`; all but the last at most."""
+        """Tokens of the prompt that need not be read again, all but the last at most, and their place in `raw`."""
         if not self.head or self.head != head_of(prompt, salt):
             return 0, 0
         most = min(len(self.tokens), len(prompt) - 1)
@@ -163,7 +163,7 @@ class PrefixCache:
         self._clock = 0
 
     def may_share(self, prompt: Tokens) -> bool:
-        """Whether a prompt is long enough to go on behind another."""
+        """True if a prompt is long enough to go on behind another."""
         return self.enabled and len(prompt) > self.least
 
     def find(self, prompt: Tokens, salt: str = "") -> Hit | None:
@@ -231,7 +231,7 @@ class PrefixCache:
             self.entries[slot] = replace(entry.read(prompt, start, end), used=self._clock)
 
     def _wrote(self, slot: int, entry: CacheEntry) -> CacheEntry:
-        """What a slot has, after whatever its running request has written since."""
+        """The contents of a slot, after what its running request has written since."""
         now = self.written(slot)
         if now is not None:
             self.entries[slot] = entry = entry.extended(now)
@@ -279,7 +279,7 @@ UNDECIDED = -1  # `cached` of a state that waits for another's prompt
 
 
 class _PromptState(Protocol):
-    """What is to be known of a request."""
+    """A request, as far as the scheduler knows it."""
 
     slot: int
     tokens: Tokens  # its prompt
@@ -317,7 +317,7 @@ class PrefillScheduler:
         self.waiting.append(state)
 
     def begin(self, free: Sequence[int]) -> None:
-        """Who waited for a prompt that is read now begins."""
+        """Begin the requests that waited for a prompt that is read now."""
         for number, state in enumerate(self.waiting):
             if state.cached == UNDECIDED:
                 self._begin(state, self.prefix_cache.find(state.tokens, state.salt), self.waiting[:number], free)

@@ -27,7 +27,7 @@ MAX_EXACT = 2**24  # whole numbers up to here are exact in float32; no vocabular
 
 
 class Mode(IntEnum):
-    """What a step must be able to do: the largest of its rows' modes. Each is a captured graph of its own, and a row
+    """The work of a decoding step: the largest of its rows' modes. Each is a captured graph of its own, and a row
     gets the same token and log-probability in every mode that is large enough for it."""
 
     GREEDY = 0
@@ -77,7 +77,7 @@ SettingsRow = tuple[float, int, float, float, float, tuple[float, ...], float, f
 
 
 def settings_row(sampling: Sampling) -> SettingsRow:
-    """What one request puts into SamplingSettings."""
+    """The SamplingSettings of one request."""
     s = sampling
     filters = s.temperature, s.top_k, s.top_p, s.min_p
     penalties = s.presence_penalty, s.frequency_penalty

@@ -61,7 +61,7 @@ def _lane(keys, position, lane: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _uniform(keys, position, left, right):  # type: ignore[no-untyped-def]
-    """noise.uniform of some tokens of a row."""
+    """sampling.uniform of some tokens of a row."""
     wide0, narrow0 = _lane(keys, position, 0)
     wide1, narrow1 = _lane(keys, position, 1)
     wide2, _ = _lane(keys, position, 2)
@@ -170,7 +170,7 @@ def choose(
     overlaps: bool = False,
 ) -> Tensor:
     """logits (B, V) float32, before their bound `softcap`; `read` (B,): the tokens of this step, whose places are
-    `state.length`; `blocks`: noise.columns; `overlaps`: see TokenStep. (2, B) float32."""
+    `state.length`; `blocks`: sampling.columns; `overlaps`: see TokenStep. (2, B) float32."""
     rows, vocab = logits.shape
     block, warps = (BLOCK, WARPS) if rows <= FEW else (MANY_BLOCK, MANY_WARPS)
     parts = triton.cdiv(vocab, block)

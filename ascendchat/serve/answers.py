@@ -35,7 +35,7 @@ REASONS = {"cancelled": "abort", "timeout": "length"}
 
 @dataclass(frozen=True)
 class About:
-    """What all choices of an answer share."""
+    """The server's side of an answer, which all its choices share."""
 
     model: str
     fingerprint: str
@@ -46,7 +46,7 @@ class About:
 
 
 class Choice:
-    """How far one answer is."""
+    """The state of one choice of an answer."""
 
     def __init__(self, about: About, wanted: GenerationRequest, index: int, everything: bool) -> None:
         request = wanted.requests[index]
@@ -95,7 +95,7 @@ def own_fields(chunk: Chunk, before: int) -> dict[str, Any]:
 
 
 class _Answers:
-    """What chat and text completions share."""
+    """The common half of chat and text completions."""
 
     object = stream_object = prefix = ""
     everything = False  # log-probabilities also of tokens that are no text
@@ -156,7 +156,7 @@ class _Answers:
         }
 
     def opening(self) -> bytes:
-        """What is sent before anything else."""
+        """Bytes to send before anything else."""
         return b""
 
     def closing(self) -> bytes:
@@ -207,7 +207,7 @@ class _Answers:
     empty = b""
 
     def inners(self, choice: Choice, chunk: Chunk) -> list[bytes]:
-        """What the chunks of a chunk say, as JSON without braces."""
+        """The contents of the events for one Chunk, as JSON without braces."""
         raise NotImplementedError
 
     def message(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class _Answers:
 
 
 class ChatAnswers(_Answers):
-    """Of /v1/chat/completions."""
+    """Answers of /v1/chat/completions."""
 
     object, stream_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     empty = b'"delta":{}'
@@ -265,7 +265,7 @@ class ChatAnswers(_Answers):
 
 
 class TextAnswers(_Answers):
-    """Of /v1/completions."""
+    """Answers of /v1/completions."""
 
     object = stream_object = "text_completion"
     prefix = "cmpl"
@@ -289,7 +289,7 @@ class TextAnswers(_Answers):
 # rows = report.feed(chunk)                 # a Row for each token that is chunk of the text now
 # chat_logprobs(tokenizer, rows)           # as in chat completions; text_logprobs as in text completions
 
-LEAST = -9999.0  # instead of minus infinity, which JSON does not have
+MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
 
 
 class _Row(NamedTuple):
@@ -341,7 +341,7 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def number(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LEAST
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB
 
 
 def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[_Row]) -> dict[str, Any]:

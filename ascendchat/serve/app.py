@@ -1,8 +1,8 @@
 """The application behind `ascendchat serve`: OpenAI's routes, health, and the web page.
 
-application(Service(config, pool, tokenizer, reader)) is an ASGI app; command.py gives it to uvicorn. protocol.py says
-what a request may hold, reading.py reads it (a large one in another process: reader.py), prompts.py makes requests of
-the engine of it, answers.py writes what comes back, app.py sends it.
+application(Service(config, pool, tokenizer, large_requests)) is an ASGI app; command.py gives it to uvicorn. A request
+is read by prompts.py, which makes engine requests of the fields in protocol.py; the pool has workers that answer them;
+answers.py and response_events.py write what comes back, and AnswerResponse sends it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def application(service: Service) -> FastAPI:
 
 
 def completion_routes(service: Service) -> APIRouter:
-    """What an application asks for."""
+    """Routes that generate, and those that name the model."""
     router = APIRouter(responses=errors.documented(400, 401, 404, 413, 429, 503))
 
     @router.post("/v1/chat/completions", responses=ANSWER, openapi_extra=takes(ChatRequest))
@@ -73,7 +73,7 @@ def completion_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", responses=RESPONSE, openapi_extra=takes(ResponsesRequest))
     async def responses(request: Request) -> Response:
-        """The same in the form of the Responses API; nothing is stored."""
+        """An answer in the form of the Responses API; nothing is stored."""
         wanted, pending, about = await service.generate(request)
         return AnswerResponse(pending, ResponseAnswers(about, wanted), streams=wanted.streams)
 
@@ -84,7 +84,7 @@ def completion_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{model:path}", responses=MODEL)
     async def model(model: str) -> Response:
-        """The same by its name, which may hold a slash."""
+        """One model by its name, which may hold a slash."""
         service.model.check_name(model)
         return JSONResponse(model_card(service))
 
@@ -120,12 +120,12 @@ def written(pieces: list[bytes]) -> Response:
 
 
 def version_routes() -> APIRouter:
-    """What runs here; /health and /metrics are in metrics.py."""
+    """The route of the version; /health and /metrics are in metrics.py."""
     router = APIRouter()
 
     @router.get("/version")
     async def version() -> Response:
-        """Of ascendchat."""
+        """The version of ascendchat."""
         return JSONResponse({"version": __version__})
 
     return router
@@ -150,7 +150,7 @@ def page_routes() -> APIRouter:
 
 
 def model_card(service: Service) -> dict[str, Any]:
-    """What /v1/models says of the model; `ascendchat` is ours, for the web page."""
+    """The entry of the model in /v1/models; `ascendchat` is ours, for the web page."""
     config, about = service.config, service.about
     own = {
         "context": about.context,
@@ -266,7 +266,7 @@ EVENTS = [
 
 
 class _Writer(Protocol):
-    """How answers are written (answers.py, responses.py)."""
+    """A writer of answers (answers.py, response_events.py)."""
 
     def opening(self) -> bytes: ...
     def chunk(self, index: int, chunk: Chunk) -> bytes: ...

@@ -71,8 +71,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def settings(guard: Guard, config: ServeConfig) -> uvicorn.Config:
-    """Of the server. A client is who has connected, whatever its headers say, unless $FORWARDED_ALLOW_IPS (uvicorn's
-    own) names the proxies that are believed."""
+    """Settings of uvicorn. A client is who has connected, whatever its headers say, unless $FORWARDED_ALLOW_IPS, a
+    variable of uvicorn's own, names the proxies that are believed."""
     return uvicorn.Config(
         guard,
         http=protocol(Limits(config.client_timeout, config.max_connections)),

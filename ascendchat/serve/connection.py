@@ -48,7 +48,7 @@ class _Unfit(Exception):
 
 @dataclass
 class Limits:
-    """Of all connections together."""
+    """Limits on all connections together."""
 
     seconds: float
     connections: int

@@ -1,4 +1,4 @@
-"""What the server counts: requests, seconds, tokens."""
+"""Counters of the server: requests, seconds, tokens. Plain numbers, changed in the event loop only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GAPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2
 
 
 class _Histogram:
-    """How often a value fell between two bounds."""
+    """Counts of values between bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -50,7 +50,7 @@ NUMBERS = _Numbers()
 
 @dataclass
 class RequestTally:
-    """What one HTTP request has cost so far, for its line in the access log."""
+    """Tokens of one HTTP request so far, for its line in the access log."""
 
     prompt: int = 0
     completion: int = 0

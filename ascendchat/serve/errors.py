@@ -1,4 +1,4 @@
-"""What a client hears when something is wrong: OpenAI's envelope, for every status.
+"""Errors of the API in OpenAI's envelope, for every status.
 
     raise ApiError(404, "there is no such model", code="model_not_found", param="model")
     install(app)                     # every exception becomes {"error": {"message", "type", "param", "code"}}
@@ -75,7 +75,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: AnswerFailed | Overloaded) -> ApiError:
-        """What the pool could not do."""
+        """The answer to what the pool could not do."""
         if isinstance(error, Overloaded):
             return cls.busy(str(error), error.retry_after)
         if error.refused:
@@ -181,7 +181,7 @@ def explained(errors: Sequence[Any], body: Any) -> ApiError:
 
 
 def expected(error: Any) -> str:
-    """What a value should be, in the words of JSON."""
+    """The kind of value that was expected, in the words of JSON."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in LIMITS:
         whole = {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in context.items()}

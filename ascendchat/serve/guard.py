@@ -1,4 +1,4 @@
-"""What every request passes on its way to the application (app.py), and every answer on its way back.
+"""The middleware around the application (app.py): keys, hosts, rates, limits, the access log.
 
     Guard(app, config, keys, AccessLog(config.access_log))    # an ASGI application around another
 
@@ -119,7 +119,7 @@ class _Exchange:
         return values[0].strip()
 
     async def send(self, message: Message) -> None:
-        """What the application answers. Words of the framework about a fault of ours are held back."""
+        """Pass on what the application answers. Words of the framework about a fault of ours are held back."""
         if message["type"] == "http.response.start":
             self.fault = message["status"] >= 500 and message["status"] != 503
             if not self.fault:
@@ -192,7 +192,7 @@ class Guard:
             await exchange.refuse(_Refusal(503, f"the server failed to answer; its log has more under {exchange.id}"))
 
     async def admit(self, exchange: _Exchange) -> bool:
-        """Whether the application shall answer; a preflight is answered here."""
+        """True if the application shall answer; a preflight is answered here."""
         host, origin = exchange.header("host"), exchange.header("origin")
         if not host:
             raise _Refusal(400, "the header Host is missing")
@@ -297,7 +297,7 @@ def network(scope: MutableMapping[str, Any]) -> str:
 # Keys come from a file or the environment, never from the command line, which every user of the machine can read.
 
 VARIABLE = "ASCENDCHAT_API_KEYS"
-SHORTEST = 16  # characters of a key: shorter ones can be guessed, also from their digest in the access log
+MIN_KEY = 16  # characters of a key: shorter ones can be guessed, also from their digest in the access log
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 
 
@@ -345,9 +345,9 @@ def load_keys(config: ServeConfig) -> Keys:
 
 def checked(keys: list[str], source: str) -> Keys:
     keys = [key.strip() for key in keys if key.strip()]
-    if any(len(key) < SHORTEST or not key.isascii() or not key.isprintable() or " " in key for key in keys):
+    if any(len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise UserError(
-            f"a key in {source} is unfit: keys have at least {SHORTEST} characters, ASCII and without spaces, "
+            f"a key in {source} is unfit: keys have at least {MIN_KEY} characters, ASCII and without spaces, "
             f"such as {secrets.token_urlsafe(32)}"
         )
     return Keys(keys)

@@ -45,7 +45,7 @@ class LargeRequests:
         self._task: asyncio.Task[None] | None = None
 
     async def read(self, path: str, content: bytes, model: ServedModel) -> Any:
-        """What prompts.read makes of it, or its ApiError."""
+        """Read a request by prompts.read in the other process; raises its ApiError."""
         if sum(size for size, *_ in self.waiting) + len(content) > MAX_WAITING:
             raise ApiError.busy("too many large requests wait to be read; try again later", 1)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -146,7 +146,7 @@ def main(fd: int) -> None:
 
 
 def answer_to(path: str, content: bytes, model: ServedModel) -> Any:
-    """What goes back. An error of ours ends the process: it stands in the log, and the client hears of the end."""
+    """The answer to send back. An error of ours ends the process: it stands in the log, and the client is told."""
     try:
         return read(path, content, model)
     except ApiError as problem:

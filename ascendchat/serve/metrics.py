@@ -1,7 +1,7 @@
-"""What the server counts, and GET /metrics in Prometheus' format.
+"""GET /metrics in Prometheus' format: the numbers of counters.py; and GET /health.
 
-    metrics.Meter(prompt_tokens)      # one answer of the pool: give it every Chunk
-    metrics.request(route, status, seconds)
+    counters.Meter(prompt_tokens)     # one answer of the pool: give it every Chunk
+    counters.request(route, status, seconds)
     app.include_router(metrics.routes(pool))
 
 The numbers are plain Python ones, changed in the event loop only, so that a token costs no lock; they take the form of

@@ -58,11 +58,11 @@ from ascendchat.serve.worker_messages import (
 
 PATIENCE = 300.0  # seconds without a word from a worker that has work, after which it counts as hanging
 FIRST_TIME = 4  # times as many until it has answered something: it opens the model, compiles, records graphs
-LONGEST_PAUSE = 30.0  # seconds between two attempts to start a worker that dies before it has answered anything
+MAX_PAUSE = 30.0  # seconds between two attempts to start a worker that dies before it has answered anything
 
 
 def say(text: str) -> None:
-    """To who runs the server."""
+    """Print a line for whoever runs the server."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -116,7 +116,7 @@ class Process:
         self.pool.take(self, message)
 
     def change(self, what: Pause | Resume | CheckWeights | LoadWeights) -> asyncio.Future[Done]:
-        """Generate for a change of state; the future has the answer."""
+        """Ask for a change of state; the future has the answer."""
         number, future = next(self.pool.keys), self.pool.loop.create_future()
         self.send(Change(number, what))
         self.changes[number] = future
@@ -133,11 +133,11 @@ class Process:
 
     @property
     def busy(self) -> bool:
-        """It must say something before long."""
+        """True while it must say something before long."""
         return self.ready is None or bool(self.changes) or (bool(self.requests) and not self.pool.held)
 
     def watch(self) -> None:
-        """Called before it gets something to do: from now on it must say something within PATIENCE."""
+        """Start the clock, before it gets something to do: it must say something within PATIENCE."""
         if self.timer is None or not self.busy:
             self.heard = time.monotonic()
         if self.timer is None:
@@ -158,7 +158,7 @@ class Process:
 
 
 def ended(status: int | None) -> str:
-    """How a process has ended, in words."""
+    """The end of a process in words."""
     if status is None:
         return "it cannot be ended"
     return f"signal {-status}" if status < 0 else f"exit status {status}"
@@ -166,7 +166,7 @@ def ended(status: int | None) -> str:
 
 def pause_after(early_deaths: int) -> float:
     """Seconds before a worker is started again that has died so many times without an answer in between."""
-    return min(LONGEST_PAUSE, 2.0 ** min(early_deaths - 2, 10)) if early_deaths else 0.0
+    return min(MAX_PAUSE, 2.0 ** min(early_deaths - 2, 10)) if early_deaths else 0.0
 
 
 __all__ = ["AnswerFailed", "Overloaded", "PendingRequest", "Process", "WorkerPool", "joined"]
@@ -187,7 +187,7 @@ class _Clock:
         return (time.monotonic() if self._stopped is None else self._stopped) - self._stood
 
     def stop(self) -> None:
-        """Nothing happens if it stands already."""
+        """Stop the clock; nothing happens if it stands already."""
         if self._stopped is None:
             self._stopped = time.monotonic()
 
@@ -231,34 +231,34 @@ class WorkerPool:
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """An error of ours ends the start; afterwards it stands in the log, as asyncio writes it."""
+        """Take note of a task's end. An error of ours ends the start; afterwards asyncio writes it into the log."""
         self._tasks.discard(task)
         if not self.started.done() and not task.cancelled() and (error := task.exception()):
             self.started.set_exception(error)
 
     @property
     def failed(self) -> bool:
-        """The start has ended without a server."""
+        """True if the start has ended without a server."""
         return self.started.done() and (self.started.cancelled() or self.started.exception() is not None)
 
     @property
     def ready(self) -> list[Ready]:
-        """What the workers that answer have said of themselves."""
+        """Ready messages of the workers that answer."""
         return [process.ready for process in self.processes if process.ready is not None]
 
     @property
     def held(self) -> bool:
-        """No request begins."""
+        """True while no request may begin."""
         return self.loading or self.paused is not None
 
     @property
     def requests(self) -> list[PendingRequest]:
-        """Of all requests, waiting and under way."""
+        """All requests, waiting and under way."""
         return [*self.waiting, *(request for process in self.processes for request in process.requests.values())]
 
     @property
     def version(self) -> int:
-        """Of the weights that answer the next request."""
+        """Version of the weights that answer the next request."""
         return self.last.version if self.last else 0
 
     # ---- requests ------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class WorkerPool:
             self._idle.set()
 
     def cancel(self, request: PendingRequest) -> None:
-        """Nobody wants the rest."""
+        """Cancel: nobody wants the rest."""
         if not request.closed:
             request.close()
             self._drop(request)
@@ -310,7 +310,7 @@ class WorkerPool:
             self._drop(request)
 
     def _drop(self, request: PendingRequest) -> None:
-        """A worker's slot is free when the worker has said so."""
+        """Take a request from the queue or its worker; the slot is free when the worker has said so."""
         if request.worker is not None:
             request.worker.send(Cancel(request.key))
         else:
@@ -345,7 +345,7 @@ class WorkerPool:
     # ---- what workers say ----------------------------------------------------------------------
 
     def take(self, process: Process, message: Any) -> None:
-        """A message of a worker."""
+        """Take a message of a worker."""
         if isinstance(message, list):
             for chunk in message:
                 self._deliver(process, chunk)
@@ -381,7 +381,7 @@ class WorkerPool:
         request.give(AnswerFailed(chunk.reason, refused=True) if isinstance(chunk, Refused) else chunk)
 
     async def _enter(self, process: Process, ready: Ready) -> None:
-        """A worker has opened the model. It takes part once its weights are those of the others."""
+        """Let a worker that has opened the model take part, once its weights are those of the others."""
         first = next((other for other in self.ready), ready).model["checkpoint"]
         if self.config.checkpoint != first:  # from now on this very one, though a trainer may write newer ones
             paths = {"checkpoint": first, "tokenizer": ready.model["tokenizer"]}
@@ -408,7 +408,7 @@ class WorkerPool:
         self.feed()
 
     async def _prepare(self) -> None:
-        """Have a process at hand."""
+        """Start a spare process, which waits without a model."""
         if self._spare is None and not self._preparing and not self.closing:
             self._preparing = True
             try:
@@ -428,7 +428,7 @@ class WorkerPool:
         return await Child.start()
 
     def lost(self, process: Process, how: str) -> bool:
-        """A worker has died; what nobody has seen of its work is asked again. True: start it again."""
+        """Handle the death of a worker: what nobody has seen of its work is queued again. True: start it again."""
         requests, process.requests, process.ready = list(process.requests.values()), {}, None
         for number, future in process.changes.items():
             if not future.done():
@@ -464,7 +464,7 @@ class WorkerPool:
         await self._change(Pause(mode))
 
     async def resume(self) -> None:
-        """Go on; also when nothing was paused."""
+        """End a pause; also when nothing was paused."""
         self.paused = None
         if not self.loading:
             await self._change(Resume())
@@ -472,7 +472,7 @@ class WorkerPool:
                 self._go_on()
 
     def _go_on(self) -> None:
-        """Requests are answered again: the time of a pause was not theirs."""
+        """Answer requests again: the time of a pause was not theirs."""
         self._clock.start()
         for request in self.requests:
             if not request.closed:
@@ -602,7 +602,7 @@ class PendingRequest:
         return chunk
 
     def cancel(self) -> None:
-        """Nobody wants the rest."""
+        """Cancel: nobody wants the rest."""
         self.over = True
         self._chunks.clear()
         self._cancel(self)
@@ -610,7 +610,7 @@ class PendingRequest:
     # ---- the pool's side -----------------------------------------------------------------------
 
     def give(self, chunk: Chunk | AnswerFailed) -> None:
-        """The next chunk; after the last one, or a failure, nothing is taken any more."""
+        """Add the next chunk; after the last one, or a failure, nothing is taken any more."""
         if self.closed:
             return
         if isinstance(chunk, Chunk):
@@ -639,7 +639,7 @@ class PendingRequest:
 
 
 def joined(chunks: Iterable[Chunk]) -> Chunk:
-    """Several chunks of one answer as one."""
+    """Join several chunks of one answer."""
     chunks = list(chunks)
     if len(chunks) == 1:
         return chunks[0]
@@ -657,14 +657,14 @@ def joined(chunks: Iterable[Chunk]) -> Chunk:
 # child = await Child.start(); child.open(Open(config, 0), take); child.send(Generate(...)); await child.end()
 #
 # A worker (worker.py) imports torch and then waits for Open: one that is started before it is needed opens a model at
-# once. Large requests are read by another kind of process (reader.py).
+# once. Large requests are read by another kind of process (large_requests.py).
 
 ENDING = 1  # seconds that a process which has closed its socket gets to end by itself
 UNKILLABLE = 10  # seconds after which a killed process is left alone: its driver holds it
 
 
 class Child(asyncio.Protocol):
-    """One process that runs worker.py, or another module with a FrontSocket (messages.py)."""
+    """One process that runs worker.py, or another module with a FrontSocket (worker_messages.py)."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -697,7 +697,7 @@ class Child(asyncio.Protocol):
         self._take = take
 
     def send(self, message: Any) -> None:
-        """Never waits."""
+        """Send a message; never waits."""
         if not self.gone.is_set():
             self._transport.write(pack(message))
 

@@ -70,25 +70,25 @@ class ServedModel:
     most: int  # answers at once
 
     def check_name(self, name: str | None) -> None:
-        """There is one model; nothing or its name must be asked for."""
+        """Refuse the name of another model: there is one."""
         if name is not None and name != self.name:
             message = f"the model {cut(name)!r} is not here; this is {self.name!r}"
             raise ApiError(404, message, param="model", code=NO_MODEL)
 
     def check_chats(self) -> None:
-        """A base model has no form for messages."""
+        """Refuse messages to a base model, which has no form for them."""
         if not self.chats:
             message = f"{self.name} is a base model that has not learned to chat; use /v1/completions"
             raise ApiError(400, message, param="model", code="model_does_not_chat")
 
     def check_count(self, answers: int) -> None:
-        """More answers than slots and queue together are never taken."""
+        """Refuse more answers than slots and queue take together."""
         if answers > self.most:
             message = f"n: this server takes {self.most} answers at once at most"
             raise ApiError(400, message, param="n", code="invalid_value")
 
     def too_long(self, param: str, count: str) -> ApiError:
-        """A prompt does not fit."""
+        """The error for a prompt that does not fit."""
         message = f"this model's context is {self.context} tokens, prompt and answer together; {param} has {count}"
         return ApiError(400, message, param=param, code="context_length_exceeded")
 
@@ -114,7 +114,7 @@ class GenerationRequest:
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Ours, or that of a Hugging Face model."""
+    """Open a tokenizer: ours, or that of a Hugging Face model."""
     if (path / OWN).is_file() or not path.exists():
         return Tokenizer.load(path)
     from ascendchat.models.folder import at, load_tokenizer
@@ -126,12 +126,12 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def read(path: str, content: bytes, model: ServedModel) -> Any:
-    """What the route of this path goes on with."""
+    """Read the body of a request: what the route of this path goes on with."""
     return ROUTES[path](content, model)
 
 
 def parsed(kind: type[Body], content: bytes, model: ServedModel) -> Body:
-    """The request; an ApiError names the field that is to blame."""
+    """Parse a request; an ApiError names the field that is to blame."""
     try:
         given = json.loads(content)
     except ValueError as error:
@@ -145,7 +145,7 @@ def parsed(kind: type[Body], content: bytes, model: ServedModel) -> Body:
 
 
 def check_size(given: dict[str, Any], model: ServedModel) -> None:
-    """Lists that are too long for the context, whatever is in them: a message has a token at least."""
+    """Refuse lists that are too long for the context, whatever is in them: a message has a token at least."""
     for param in ("messages", "input", "prompt", "tokens"):
         entries = given.get(param)
         if not isinstance(entries, list) or not entries:
@@ -203,7 +203,7 @@ def read_ids(content: bytes, model: ServedModel) -> list[bytes]:
 
 
 def in_pieces(answer: dict[str, Any]) -> list[bytes]:
-    """Its JSON text."""
+    """The JSON text of an answer, in pieces."""
     text = json.dumps(answer, separators=(",", ":")).encode()
     return [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
 
@@ -221,7 +221,7 @@ ROUTES: dict[str, Callable[[bytes, ServedModel], Any]] = {
 
 
 def chat_generation(model: ServedModel, body: ChatRequest) -> GenerationRequest:
-    """A conversation, `n` times."""
+    """Engine requests for a conversation, `n` times."""
     model.check_name(body.model)
     model.check_chats()
     model.check_count(body.n or 1)
@@ -243,7 +243,7 @@ def chat_generation(model: ServedModel, body: ChatRequest) -> GenerationRequest:
 
 
 def text_generation(model: ServedModel, body: CompletionRequest) -> GenerationRequest:
-    """Texts or token ids, each `n` times."""
+    """Engine requests for texts or token ids, each `n` times."""
     model.check_name(body.model)
     tokenizer, given = model.tokenizer, body.prompt
     opening = [*tokenizer.opening] if body.add_special_tokens else []
@@ -265,7 +265,7 @@ def text_generation(model: ServedModel, body: CompletionRequest) -> GenerationRe
 def generation(
     body: SamplingFields, requests: Sequence[Request], calls: bool = False, as_ids: bool = False
 ) -> GenerationRequest:
-    """With what the fields say of the form of the answer."""
+    """Add the form of the answer to engine requests."""
     usage = bool(body.stream_options and body.stream_options.include_usage)
     return GenerationRequest(
         requests, body.n or 1, calls, bool(body.stream), usage, bool(body.return_token_ids), as_ids
@@ -280,7 +280,7 @@ def choices(prompts: Sequence[list[int]], sampling: Sampling, body: SamplingFiel
 
 
 def check_room(model: ServedModel, prompt: Sequence[int], param: str) -> None:
-    """A prompt must be one, and leave room for a token."""
+    """Check that a prompt has a token, and leaves room for one."""
     if not prompt:
         raise ApiError(400, f"{param}: a prompt needs at least one token", param=param, code="invalid_value")
     if max(prompt) >= model.vocab:
@@ -334,7 +334,7 @@ def grammar_field(tools: bool) -> str:
 
 
 def bad_grammar(param: str, reason: str) -> ApiError:
-    """A schema that cannot be used."""
+    """The error for a schema that cannot be used."""
     return ApiError(400, f"{param}: {reason}", param=param, code="invalid_schema")
 
 
@@ -342,7 +342,7 @@ def bad_grammar(param: str, reason: str) -> ApiError:
 
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
-    """The same as a chat request; what only that one checks is refused in its words."""
+    """Rewrite a request of the Responses API as a chat request, which checks the rest in its words."""
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages_of(body),
@@ -369,7 +369,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
 
 
 def format_of(body: ResponsesRequest) -> dict[str, Any] | None:
-    """`text.format` as `response_format`."""
+    """Rewrite `text.format` as `response_format`."""
     form = body.text.format if body.text else None
     if not isinstance(form, JsonSchemaText):
         return None if form is None else {"type": form.type}
@@ -378,7 +378,7 @@ def format_of(body: ResponsesRequest) -> dict[str, Any] | None:
 
 
 def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """`instructions` and `input` as messages; neighbouring calls belong to one answer."""
+    """Rewrite `instructions` and `input` as messages; neighbouring calls belong to one answer."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -427,7 +427,7 @@ def rendered(
 
 
 def conversation(messages: Sequence[Message]) -> template.Conversation:
-    """In the form of data/chat/template.py: a result stands behind its call."""
+    """Bring messages into the form of data/chat/template.py: a result stands behind its call."""
     talk: template.Conversation = []
     places: dict[str, dict[str, str]] = {}  # the part of each call by its id
     for at, message in enumerate(messages):
@@ -454,7 +454,7 @@ def conversation(messages: Sequence[Message]) -> template.Conversation:
 
 
 def characters(message: Message) -> int:
-    """Of all its texts."""
+    """Characters of all texts of a message."""
     content = message.content or (message.refusal if isinstance(message, AssistantMessage) else None) or ""
     if isinstance(content, str):
         return len(content)
@@ -462,7 +462,7 @@ def characters(message: Message) -> int:
 
 
 def text_of(content: str | Sequence[object]) -> str:
-    """Text parts are one text."""
+    """Join text parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content)  # type: ignore[attr-defined]
 
 

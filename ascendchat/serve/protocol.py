@@ -71,7 +71,7 @@ class Model(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _first_unknown_field(cls, given: Any) -> Any:
-        """Of many unknown names only the first is kept, to be refused."""
+        """Keep only the first of many unknown names, to be refused."""
         if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -90,7 +90,7 @@ class _TextPart(Model):
 
 
 class RefusalPart(Model):
-    """What an assistant said instead of an answer."""
+    """A refusal: an assistant said it instead of an answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -124,7 +124,7 @@ class ToolCall(Model):
 
 
 class _SystemMessage(Model):
-    """Who the assistant is; the newer role `developer` is the same."""
+    """Instructions for the assistant; the newer role `developer` means the same."""
 
     role: Literal["system", "developer"]
     content: str | Parts
@@ -132,7 +132,7 @@ class _SystemMessage(Model):
 
 
 class _UserMessage(Model):
-    """What a person says."""
+    """The words of a person."""
 
     role: Literal["user"]
     content: str | Parts
@@ -242,7 +242,7 @@ class _StreamOptions(Model):
 
 
 class SamplingFields(Model):
-    """How tokens are chosen: what chat and text completions share."""
+    """Sampling and form of the answer: the fields that chat and text completions share."""
 
     model: str | None = Field(None, description="the served model; there is one")
     stream: bool | None = None
@@ -425,7 +425,7 @@ class InputCallOutput(Model):
 
 
 def with_type(item: Any) -> Any:
-    """What names no type is a message."""
+    """Take an item that names no type for a message."""
     return {"type": "message", **item} if isinstance(item, dict) else item
 
 

@@ -38,7 +38,7 @@ class ResponseAnswers:
         self._texts: list[str] = []
 
     def response(self, status: str) -> dict[str, Any]:
-        """The object."""
+        """The response object."""
         body, done = self.body, status != "in_progress"
         prompt, count = len(self.choice.prompt), self.choice.count
         usage = {
@@ -85,13 +85,13 @@ class ResponseAnswers:
 
     @property
     def status(self) -> str:
-        """How it ended."""
+        """Status of the finished response."""
         return "completed" if self.reason == "stop" else "incomplete"
 
     # ---- a stream ------------------------------------------------------------------------------
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        """One event with its number."""
+        """Write one event with its number."""
         content = json.dumps({"type": kind, "sequence_number": self.number, **fields})
         self.number += 1
         return f"event: {kind}\ndata: {content}\n\n".encode()
@@ -101,7 +101,7 @@ class ResponseAnswers:
         return b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """The events that say what a chunk says."""
+        """Write the events of a chunk."""
         out = []
         if not self.number:
             started = self.response("in_progress")
@@ -119,7 +119,7 @@ class ResponseAnswers:
         return b"".join(out)
 
     def closing(self) -> bytes:
-        """The whole answer once more."""
+        """Write the whole answer once more."""
         return self.event(f"response.{self.status}", response=self.response(self.status))
 
     def _open_message(self) -> bytes:
@@ -160,7 +160,7 @@ class ResponseAnswers:
         return closed + self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
     def _close(self) -> bytes:
-        """The item under way is done."""
+        """End the item under way."""
         if not self.items:
             return b""
         item, at = self.items[-1], len(self.items) - 1

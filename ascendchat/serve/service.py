@@ -1,4 +1,4 @@
-"""What the routes of the server work with: a request of the API becomes requests of the pool."""
+"""The service behind the routes: a request of the API becomes requests of the pool."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Generation(NamedTuple):
 
 @dataclass
 class Service:
-    """What the routes work with."""
+    """Everything that the routes share."""
 
     config: ServeConfig
     pool: WorkerPool
@@ -51,7 +51,7 @@ class Service:
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return self.config.model_name or f"{self.about.model.get('run')}/{self.about.model.get('stage')}"
 
     @property
@@ -61,29 +61,29 @@ class Service:
 
     @property
     def chats(self) -> bool:
-        """Whether the model has learned to."""
+        """True if the model has learned to chat."""
         return bool(self.facts["chats"])
 
     @property
     def version(self) -> int:
-        """Of the weights that were loaded last."""
+        """Version of the weights that were loaded last."""
         return self.pool.version
 
     @property
     def fingerprint(self) -> str:
-        """Equal weights have equal fingerprints."""
+        """A fingerprint of the weights: equal ones have equal fingerprints."""
         known = (process.checksum for process in self.pool.processes if process.checksum)
         return f"fp_{next(known, self.about.checksum)}"
 
     @property
     def model(self) -> ServedModel:
-        """As a request must fit it."""
+        """The model, as far as a request must fit it."""
         most = self.config.max_queue + self.config.devices * self.about.slots
         about = self.about
         return ServedModel(self.config, self.tokenizer, self.name, self.chats, about.context, about.vocab, most)
 
     async def read(self, request: Request) -> Any:
-        """What prompts.read makes of a request; of a large one beside the event loop."""
+        """Read a request by prompts.read; a large one beside the event loop."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not JSON_TYPE.fullmatch(kind):
             raise ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
@@ -113,7 +113,7 @@ class Service:
         return Generation(wanted, pending, about)
 
     async def check(self, grammar: Grammar, param: str, owner: str) -> None:
-        """A schema that cannot be used is refused here, and not in the queue."""
+        """Refuse a schema that cannot be used here, and not in the queue."""
         try:
             await self.schemas.check(grammar, owner)
         except ValueError as error:

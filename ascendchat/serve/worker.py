@@ -75,7 +75,7 @@ def main(fd: int) -> None:
 
 
 def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
-    """The model on device `index` with an engine around it, and what the front must know of them."""
+    """Open the model on device `index` with an engine around it, and tell what the front must know of them."""
     device = pick(config.device_type, compiled=config.compile)
     if config.compile and not device.compiles:
         raise UserError(f"--compile: nothing is compiled on {device.chip.name}; leave it out")
@@ -111,19 +111,19 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
 
 
 def facts_of(saved: Checkpoint | HFSource) -> dict[str, Any]:
-    """What clients hear of a checkpoint."""
+    """Facts of a checkpoint for clients."""
     stage = str(saved.state.get("stage", ""))
     return {"stage": stage, "step": saved.step, "chats": stage in STAGES and STAGES[stage].chats}
 
 
 def threads(cores: int, workers: int, named: bool) -> int:
-    """Of each worker on a CPU. One core is left to the front: a thread that waits for another, which has no core at the
-    moment, keeps the whole step waiting. A number that the user has named is shared out as it is."""
+    """Threads of each worker on a CPU. One core is left to the front: a thread that has no core at the moment keeps the
+    whole step waiting. A number that the user has named is shared out as it is."""
     return max(1, (cores if named else cores - 1) // workers)
 
 
 def same_model(saved: dict[str, Any] | None, own: dict[str, Any]) -> bool:
-    """Whether weights of the one shape are weights of the other. Windows of our own models follow from the length of
+    """True if weights of the one shape are weights of the other. Windows of our own models follow from the length of
     their rows; those of Hugging Face's do not."""
     length = {"seq_len": 0} if "hf" in own else {}
     return {**(saved or {}), **length} == {**own, **length}
@@ -165,7 +165,7 @@ class Worker:
         self.sent_at = 0.0
 
     def run(self) -> None:
-        """Until the front closes the socket."""
+        """Work until the front closes the socket."""
         while True:
             self.listen()
             self.admit()
@@ -191,7 +191,8 @@ class Worker:
                 self.take(self.link.receive())
 
     def compile(self, waiting: _Waiting) -> None:
-        """A thread: a large grammar takes as long as hundreds of steps, and the compiler needs no lock of Python's."""
+        """Compile a grammar, in a thread: a large one takes as long as hundreds of steps; the compiler releases the
+        GIL."""
         request = waiting.wanted.request
         grammar = request.sampling.grammar
         assert grammar is not None
@@ -203,7 +204,7 @@ class Worker:
         os.write(self._tell, b".")
 
     def admit(self) -> None:
-        """Requests enter the engine when it has a slot for them, so that whatever is in it is under way."""
+        """Add requests to the engine while it has slots for them, so that whatever is in it is under way."""
         while self.waiting and not self.held and len(self.running) < self.slots:
             first = self.waiting.popleft()
             wanted, matcher = first.wanted, first.matcher
@@ -265,7 +266,7 @@ class Worker:
             self.link.send(Done(number, self.engine.version, fresh, model=model))
 
     def pause(self, number: int, mode: str) -> bool:
-        """False: it waits for answers."""
+        """Pause; False: it waits for answers."""
         self.go_on()  # a pause may follow another
         self.held = True
         if mode == "keep":
@@ -281,7 +282,7 @@ class Worker:
         return True
 
     def paused(self) -> None:
-        """The Pause that waited is over."""
+        """Report that the Pause which waited is done."""
         if self.pausing is not None:
             self.link.send(Done(self.pausing, self.engine.version))
             self.pausing = None
@@ -293,12 +294,12 @@ class Worker:
         self.held = self.frozen = False
 
     def has(self, weights: Weights) -> bool:
-        """Whether the model has exactly these."""
+        """True if the model has exactly these weights."""
         own = self.engine.decoder.model.state_dict()
         return all(torch.equal(tensor.cpu(), weights[name].to(tensor.dtype)) for name, tensor in own.items())
 
     def read(self, source: str) -> tuple[Weights, dict[str, Any]]:
-        """The weights in a checkpoint folder or a safetensors file, which must fit the model, and what is said of them.
+        """Open the weights in a checkpoint folder or a safetensors file, which must fit the model, and their facts.
         They stay on disk, mapped into memory: several workers read one copy."""
         path, model = Path(source), self.engine.decoder.model
         facts: dict[str, Any] = {"stage": None, "step": None}
@@ -315,7 +316,7 @@ class Worker:
     # ---- what came out -------------------------------------------------------------------------
 
     def send(self, now: bool = False) -> None:
-        """What is new of every answer; with many of them not after every step."""
+        """Send what is new of every answer; with many of them not after every step."""
         over = [key for key, answer in self.running.items() if answer.state.done]
         clock = time.monotonic()
         pause = TOGETHER * max(1.0, len(self.running) / MANY) if len(self.running) > FEW else 0.0
@@ -330,7 +331,7 @@ class Worker:
 
 
 def news(key: int, answer: _Running) -> Begun | Chunk | None:
-    """What the front does not have yet."""
+    """The part of an answer that the front does not have yet."""
     state, whole = answer.state, answer.state.completion
     if not state.done and not answer.streams:
         first, answer.begun = bool(whole.ids) and not answer.begun, bool(whole.ids)

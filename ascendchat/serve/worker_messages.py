@@ -1,4 +1,4 @@
-"""What the server's front and its workers say to each other, over a socket of their own (pool.py, worker.py).
+"""Messages between the server's front (pool.py) and its workers (worker.py), and the workers' end of the socket.
 
 The front sends Open first, then Generate, Cancel and Change; a worker sends Ready once, then lists of Begun, Chunk and
 Refused (an empty list says that it is still at work), and Done after each Change. On the wire a message is its length
@@ -26,7 +26,7 @@ PauseMode = Literal["wait", "abort", "keep"]
 
 
 def pack(message: Any) -> bytes:
-    """A message as it goes over the wire."""
+    """Pack a message for the wire."""
     content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(content)) + content
 
@@ -39,7 +39,7 @@ class Open(NamedTuple):
 
 
 class Generate(NamedTuple):
-    """Answer this. `streams`: parts as they come; else one at the end."""
+    """Answer this request. `streams`: chunks as they come; else one at the end."""
 
     key: int
     request: Request
@@ -93,13 +93,13 @@ class Done(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The first token is there, of an answer that comes in one part."""
+    """The first token is there, of an answer that comes in one chunk."""
 
     key: int
 
 
 class Chunk(NamedTuple):
-    """What came since the last Chunk of this key; the last one has a finish reason."""
+    """The piece of an answer since the last Chunk of this key; the last one has a finish reason."""
 
     key: int
     pieces: list[Piece]
@@ -138,14 +138,14 @@ class Ready:
 
 
 class FrontSocket:
-    """The child's end."""
+    """The child's end of the socket."""
 
     def __init__(self, socket: socket.socket) -> None:
         self._socket = socket
         self.fileno = socket.fileno()  # for select, which says when there is a message
 
     def stay_while_front_does(self) -> None:
-        """From now on the process ends when the front does, whatever it is doing."""
+        """End the process when the front ends, from now on, whatever it is doing."""
         threading.Thread(target=self._end_with_front, daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -168,14 +168,15 @@ class FrontSocket:
         return content
 
     def _end_with_front(self) -> None:
-        """A thread: the main one may be in the middle of a long step, or compile, when the front goes."""
+        """Wait for the end of the front, in a thread: the main one may be in the middle of a long step, or compile,
+        when the front goes."""
         poll = select.poll()
         poll.register(self._socket, 0)  # no event but the end
         poll.poll()
         self._leave()
 
     def _leave(self) -> None:
-        """Nobody waits for an orderly end; what torch.compile has started goes too."""
+        """End at once: nobody waits for an orderly end. What torch.compile has started goes too."""
         if os.getpgid(0) == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(0)

@@ -14,7 +14,7 @@ from ascendchat.device import Device, DeviceOptions, pick
 from ascendchat.device.cuda import CUDA
 from ascendchat.device.npu import NPU
 from ascendchat.engine import cache
-from ascendchat.engine.cache import EIGHT_BITS, LARGEST, KVCache, Narrowed, kept_dtype, narrowed
+from ascendchat.engine.cache import EIGHT_BITS, MAX_EIGHT_BITS, KVCache, Narrowed, kept_dtype, narrowed
 from ascendchat.engine.engine import Completion, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.nn.attention import Reference, Sdpa
@@ -71,7 +71,7 @@ def test_such_a_cache_has_half_the_keys_and_values(device: Device) -> None:
 
 def test_numbers_that_are_too_large_are_the_largest(device: Device) -> None:
     x = torch.tensor([1e6, -1e6, 449.0, 3.3, 0.0])
-    assert narrowed(x, EIGHT_BITS).float().tolist() == [LARGEST, -LARGEST, LARGEST, 3.25, 0.0]
+    assert narrowed(x, EIGHT_BITS).float().tolist() == [MAX_EIGHT_BITS, -MAX_EIGHT_BITS, MAX_EIGHT_BITS, 3.25, 0.0]
     assert narrowed(x, torch.float32) is x
 
 

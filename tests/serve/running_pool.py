@@ -28,14 +28,14 @@ def request(tokens: int = 8, prompt: tuple[int, ...] = (1, 2, 3), **sampling: An
     return Request(list(prompt), Sampling(tokens, **settings))
 
 
-async def whole(ticket: PendingRequest) -> Chunk:
+async def whole(pending: PendingRequest) -> Chunk:
     """The answer in one part."""
-    return joined([part async for part in ticket])
+    return joined([part async for part in pending])
 
 
-async def outcome(ticket: PendingRequest) -> Chunk | AnswerFailed:
+async def outcome(pending: PendingRequest) -> Chunk | AnswerFailed:
     try:
-        return await whole(ticket)
+        return await whole(pending)
     except AnswerFailed as failure:
         return failure
 

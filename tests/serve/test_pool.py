@@ -139,7 +139,7 @@ async def test_a_killed_worker_is_replaced_and_nothing_that_waited_is_lost(pool:
         unseen = [pool.submit(real.request(40), streams=bool(n % 2)) for n in range(6)]
         await real.until(lambda: pool.processes[0].room <= 0)
         os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
-        answers = await real.gather(*(real.whole(ticket) for ticket in unseen))
+        answers = await real.gather(*(real.whole(pending) for pending in unseen))
         assert [answer.ids for answer in answers] == [expected] * 6
         with pytest.raises(AnswerFailed, match="the worker that wrote this answer has died; please ask again"):
             await real.whole(seen)
@@ -236,13 +236,13 @@ async def test_a_worker_that_hangs_is_killed_and_its_work_done_by_another(pool: 
 def test_a_worker_that_dies_while_the_server_stops_is_not_waited_for(tmp_path: Path) -> None:
     async def test() -> None:
         async with real.pool(tmp_path) as pool:
-            ticket = pool.submit(real.request(4000), streams=True)
-            assert (await ticket.__anext__()).ids
+            pending = pool.submit(real.request(4000), streams=True)
+            assert (await pending.__anext__()).ids
             closing = asyncio.ensure_future(pool.close(drain=100 * served.PATIENCE))
             await real.until(lambda: pool.closing)
             os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
             with pytest.raises(AnswerFailed, match="has died"):
-                await real.whole(ticket)
+                await real.whole(pending)
             await asyncio.wait_for(closing, 60)
 
     real.run(test)
@@ -253,12 +253,12 @@ def test_time_limits(tmp_path: Path) -> None:
         async with real.pool(tmp_path, slots=1, queue_timeout=1.0, request_timeout=1.5) as pool:
             await real.outcome(pool.submit(real.request(), streams=False))  # the first step of a process is slow
             long = [pool.submit(real.request(4000), streams=n == 0) for n in range(4)]
-            outcomes = await real.gather(*(real.outcome(ticket) for ticket in long))
+            outcomes = await real.gather(*(real.outcome(pending) for pending in long))
             assert isinstance(outcomes[0], Chunk)
             assert (outcomes[0].finish_reason, 0 < len(outcomes[0].ids) < 4000) == ("timeout", True)
             late = [one for one in outcomes if isinstance(one, AnswerFailed) and not one.refused]
             assert re.fullmatch(r"no answer could begin within \d+ s; try again later", str(late[0]))
-            await real.until(lambda: not pool.processes[0].tickets)
+            await real.until(lambda: not pool.processes[0].requests)
             assert (await real.whole(pool.submit(real.request(), streams=False))).ids
 
     real.run(test)
@@ -278,16 +278,16 @@ async def test_cancelling_frees_the_slot_wherever_the_request_is(pool: WorkerPoo
     await second.__anext__()
     await running.__anext__()
     assert (at_hand.worker, waiting.worker) == (pool.processes[0], None)
-    for ticket in (waiting, at_hand, running, second):
-        ticket.cancel()
+    for pending in (waiting, at_hand, running, second):
+        pending.cancel()
     assert [part async for part in running] == []
-    await real.until(lambda: not pool.processes[0].tickets)
+    await real.until(lambda: not pool.processes[0].requests)
     kept, queued = pool.submit(real.request(4000), streams=True), pool.submit(real.request(4000), streams=True)
     await kept.__anext__()
     await pool.pause("keep")
     kept.cancel()
     queued.cancel()
-    await real.until(lambda: not pool.processes[0].tickets)
+    await real.until(lambda: not pool.processes[0].requests)
     await pool.resume()
     assert (await real.whole(pool.submit(real.request(), streams=False))).ids
 
@@ -299,7 +299,7 @@ async def test_a_client_that_does_not_read_stalls_nobody_and_holds_little(pool: 
     others = [await real.whole(pool.submit(real.request(20), streams=True)) for _ in range(5)]
     assert all(len(answer.ids) == 20 for answer in others)
     await real.until(lambda: lazy.closed)
-    assert len(lazy._parts) <= 65
+    assert len(lazy._chunks) <= 65
     parts = [part async for part in lazy]
     assert len(parts) == 1
     assert parts[0].ids == expected
@@ -309,17 +309,17 @@ def test_two_workers_share_the_work_and_turns_of_a_conversation_stay_together(tm
     async def test() -> None:
         async with real.pool(tmp_path, devices=2, slots=4) as pool:
             assert len({real.pid(process) for process in pool.processes}) == 2
-            tickets = [pool.submit(real.request(40, (n + 1,)), streams=True) for n in range(8)]
+            requests = [pool.submit(real.request(40, (n + 1,)), streams=True) for n in range(8)]
             assert sorted(len(process.requests) for process in pool.processes) == [4, 4]
-            answers: list[Chunk] = await real.gather(*(real.whole(ticket) for ticket in tickets))
+            answers: list[Chunk] = await real.gather(*(real.whole(pending) for pending in requests))
             assert len({tuple(answer.ids) for answer in answers}) > 1
             for conversation in range(3):
                 prompt = tuple((7 * conversation + n) % 200 for n in range(80))
                 places = []
                 for _ in range(3):
-                    ticket = pool.submit(real.request(30, prompt), streams=True)
-                    places.append(ticket.worker.index)
-                    prompt = (*prompt, *(await real.whole(ticket)).ids)
+                    pending = pool.submit(real.request(30, prompt), streams=True)
+                    places.append(pending.worker.index)
+                    prompt = (*prompt, *(await real.whole(pending)).ids)
                 assert len(set(places)) == 1
 
     real.run(test)

@@ -46,8 +46,8 @@ async def answering(**settings: Any) -> AsyncIterator[tuple[WorkerPool, Worker]]
     process.child = worker  # type: ignore[assignment]
     process.ready = Ready("CPU", SLOTS, 64, 256, {}, "")
     yield pool, worker
-    for ticket in pool.requests:
-        ticket.close()
+    for pending in pool.requests:
+        pending.close()
     if process.timer is not None:
         process.timer.cancel()
 
@@ -60,11 +60,11 @@ def written(key: int, text: str, reason: str = "") -> Chunk:
     return Chunk(key, [Piece("text", text)], [1] * len(text), [], [], [0] * len(text), reason)
 
 
-async def outcome(ticket: PendingRequest) -> list[tuple[str, str]] | str:
+async def outcome(pending: PendingRequest) -> list[tuple[str, str]] | str:
     """Texts with finish reasons, or why there is no more."""
     found = []
     try:
-        async for part in ticket:
+        async for part in pending:
             found.append(("".join(piece.text for piece in part.pieces), part.finish_reason))
     except AnswerFailed as failure:
         return str(failure)
@@ -98,20 +98,20 @@ def test_the_time_of_a_pause_is_not_that_of_the_requests(clock: SimpleNamespace,
 
     async def test() -> None:
         async with answering(queue_timeout=60.0, request_timeout=600.0) as (pool, worker):
-            ticket = pool.submit(Request([1]), streams=False)
+            pending = pool.submit(Request([1]), streams=False)
             if begun:
-                worker.say([Begun(ticket.key)])
+                worker.say([Begun(pending.key)])
             clock.now += 10
             await pool.pause("keep")
             clock.now += 3600
-            pool._timeout(ticket)
+            pool._timeout(pending)
             late = pool.submit(Request([2]), streams=False)
-            assert (ticket.closed, late.worker) == (False, None)
+            assert (pending.closed, late.worker) == (False, None)
             await pool.resume()
             assert isinstance(worker.sent[-2].what, Resume)
-            left = [one.until - pool._clock.now() for one in (ticket, late)]
+            left = [one.until - pool._clock.now() for one in (pending, late)]
             assert left == [590.0 if begun else 50.0, 60.0]
-            when = [one.timer.when() - pool.loop.time() for one in (ticket, late) if one.timer]
+            when = [one.timer.when() - pool.loop.time() for one in (pending, late) if one.timer]
             assert when == pytest.approx(left, abs=5)
 
     run(test)
@@ -123,13 +123,13 @@ def test_what_was_written_when_the_time_of_an_answer_is_over_is_given_to_the_cli
 ) -> None:
     async def test() -> None:
         async with answering(request_timeout=600.0) as (pool, worker):
-            ticket, other = (pool.submit(Request([1]), streams=streams) for _ in range(2))
-            worker.say([written(ticket.key, "a") if streams else Begun(ticket.key), Begun(other.key)])
+            pending, other = (pool.submit(Request([1]), streams=streams) for _ in range(2))
+            worker.say([written(pending.key, "a") if streams else Begun(pending.key), Begun(other.key)])
             clock.now += 600
-            pool._timeout(ticket)
-            assert worker.sent[-1] == Cancel(ticket.key)
-            worker.say([written(ticket.key, "bc", "cancelled"), written(other.key, "d", "stop")])
-            assert await outcome(ticket) == [("abc" if streams else "bc", "timeout")]
+            pool._timeout(pending)
+            assert worker.sent[-1] == Cancel(pending.key)
+            worker.say([written(pending.key, "bc", "cancelled"), written(other.key, "d", "stop")])
+            assert await outcome(pending) == [("abc" if streams else "bc", "timeout")]
             assert await outcome(other) == [("d", "stop")], "it came to its end at that moment"
 
     run(test)
@@ -141,17 +141,17 @@ def test_a_worker_that_does_not_hand_over_what_it_has_written_is_not_waited_for(
 ) -> None:
     async def test() -> None:
         async with answering(request_timeout=600.0) as (pool, worker):
-            ticket = pool.submit(Request([1]), streams=False)
-            worker.say([Begun(ticket.key)])
+            pending = pool.submit(Request([1]), streams=False)
+            worker.say([Begun(pending.key)])
             clock.now += 600
-            pool._timeout(ticket)
+            pool._timeout(pending)
             if dies:
                 pool.lost(pool.processes[0], "signal 9")
-                assert "has died; please ask again" in await outcome(ticket)
+                assert "has died; please ask again" in await outcome(pending)
                 assert not pool.waiting, "its time is over elsewhere, too"
             else:
                 clock.now += 30
-                pool._timeout(ticket)
-                assert await outcome(ticket) == "the answer took longer than 600 s and was ended"
+                pool._timeout(pending)
+                assert await outcome(pending) == "the answer took longer than 600 s and was ended"
 
     run(test)

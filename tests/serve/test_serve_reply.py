@@ -38,9 +38,9 @@ def sent(
 
     async def run() -> None:
         tickets = [PendingRequest(i, Request([1, 2]), streams, cancelled.append) for i in range(len(news))]
-        for ticket, given in zip(tickets, news):
+        for pending, given in zip(tickets, news):
             for one in given:
-                ticket.give(one)
+                pending.give(one)
                 await asyncio.sleep(0)
 
         async def receive() -> Any:
@@ -80,13 +80,13 @@ def test_a_failure_in_mid_stream_is_its_last_event() -> None:
     assert status == 200
     assert json.loads(events[-2].removeprefix("data: "))["error"]["message"] == "it has died"
     assert "[DONE]" not in body
-    assert [ticket.key for ticket in cancelled] == [1]
+    assert [pending.key for pending in cancelled] == [1]
 
 
 def test_a_client_that_leaves_cancels_all_its_tickets() -> None:
     for streams in (True, False):
         _, _, _, cancelled = sent([[], []], streams, answers(choices=2), leaves=True)
-        assert [ticket.key for ticket in cancelled] == [0, 1]
+        assert [pending.key for pending in cancelled] == [0, 1]
 
 
 def test_every_token_has_its_version_where_weights_changed() -> None:
