@@ -44,7 +44,8 @@ class BatchState:
         self.launched = numbers()  # passes that will bring a token of this row: the prompt's is the first
         self.limit = numbers()  # tokens of the answer at most
         self.prompt = numbers()  # tokens of the prompt
-        self.mode = numbers()  # sampling.Mode
+        self.draw = numbers()  # sampling.Draw
+        self.tables = np.zeros(slots, np.bool_)  # sampling.Mode.tables
         self.plain = np.zeros(slots, np.bool_)  # tokens that are not watched need no look
         self.constrained = np.zeros(slots, np.bool_)  # the row has a grammar
         self.forced = np.zeros(slots, np.bool_)  # a tool's result is to be put in
@@ -53,11 +54,12 @@ class BatchState:
         self._watched: list[frozenset[int]] = [frozenset()] * slots  # those tokens, by slot
 
     def enter(
-        self, slot: int, prompt: int, limit: int, mode: int, watched: frozenset[int], *, constrained: bool
+        self, slot: int, prompt: int, limit: int, mode: tuple[int, bool], watched: frozenset[int], *, constrained: bool
     ) -> None:
         """A request takes a slot."""
         self.entered += 1
-        self.owner[slot], self.prompt[slot], self.limit[slot], self.mode[slot] = self.entered, prompt, limit, mode
+        self.owner[slot], self.prompt[slot], self.limit[slot] = self.entered, prompt, limit
+        self.draw[slot], self.tables[slot] = mode
         self.written[slot] = self.launched[slot] = 0
         self.constrained[slot], self.forced[slot] = constrained, False
         self._watched[slot] = watched
@@ -75,7 +77,7 @@ class BatchState:
 
     def move(self, sources: Ints, targets: Ints) -> None:
         """Move the requests of some slots to others, which are free."""
-        numbers = self.owner, self.written, self.launched, self.limit, self.prompt, self.mode
+        numbers = self.owner, self.written, self.launched, self.limit, self.prompt, self.draw, self.tables
         for column in (*numbers, self.ids, self.versions, self.logprobs, self.plain, self.constrained, self.forced):
             column[targets] = column[sources]
         for source, target in zip(sources, targets):
@@ -95,9 +97,10 @@ class BatchState:
         """Slots whose prompts are read and whose last token is not under way."""
         return np.flatnonzero((self.owner > 0) & (self.launched > 0) & (self.launched < self.limit))
 
-    def needs(self, slots: Ints) -> tuple[int, int]:
-        """Tokens of the longest of these rows behind the next step, and their largest mode."""
-        return int((self.prompt[slots] + self.launched[slots]).max()), int(self.mode[slots].max())
+    def needs(self, slots: Ints) -> tuple[int, int, bool]:
+        """Tokens of the longest of these rows behind the next step, and what sampling.Mode does what all need."""
+        longest = int((self.prompt[slots] + self.launched[slots]).max())
+        return longest, int(self.draw[slots].max()), bool(self.tables[slots].any())
 
     def launch(self, slots: Ints) -> PassRows:
         """Note that a pass which brings each of these rows a token is under way."""

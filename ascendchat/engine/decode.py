@@ -27,6 +27,7 @@ from ascendchat.engine.padding import padded_length, stack, to_device, to_device
 from ascendchat.engine.prefix import Copy
 from ascendchat.engine.request import Request, Sampling
 from ascendchat.engine.sampling import (
+    Draw,
     Mode,
     SamplingSettings,
     Tables,
@@ -54,6 +55,7 @@ def power(value: int, least: int, most: int) -> int:
     return min(size, most)
 
 
+PLAIN = Mode(), Mode(Draw.RANDOM)  # what Triton and the compiler do; sorting and counting are kernels of their own
 Forward = Callable[[int, int], tuple[Tensor, Tensor, Tensor]]  # rows, span -> logits, tokens, positions
 
 
@@ -104,7 +106,7 @@ class Decoder:
         self.target = integers((slots,), slots)  # slot that a row writes to: its own, or the spare one while it is idle
         idle = settings_row(Sampling(temperature=0.0))
         self.settings = SamplingSettings(*(torch.tensor([value] * slots, device=place) for value in idle))
-        self.tables: Tables | None = None  # made for the first request that needs Mode.GENERAL
+        self.tables: Tables | None = None  # made for the first request that needs them
         self.blocks = columns(self.vocab, place)
         self.steps: OrderedDict[StepKey, Callable[[], Tensor]] = OrderedDict()  # that used last comes last
         self.prepared: list[tuple[int, int]] = []  # rows and keys, the cheapest first; see prepare
@@ -168,7 +170,7 @@ class Decoder:
         widths = [1 if tensor.dim() == 1 else tensor.size(1) for tensor in self.settings]
         for tensor, column in zip(self.settings, rows.split(widths, dim=1)):
             tensor[slot] = column.reshape(len(requests), *tensor.shape[1:]).to(tensor.dtype)
-        if mode is not Mode.GENERAL:
+        if not mode.tables:
             return
         tables = self._make_tables()
         if any(request.sampling.repetition_penalty != 1.0 for request in requests):
@@ -231,7 +233,7 @@ class Decoder:
         sizes = sorted((count, span) for count in counts for span in spans)
         for number, (count, span) in enumerate(sizes):
             say(f"preparing {number + 1} of {len(sizes)}: {count} row(s), {span} keys")
-            for mode in (Mode.GREEDY, Mode.RANDOM):
+            for mode in PLAIN:
                 key = StepKey(count, span, mode)
                 self.steps[key] = step = self._capture(key)
                 with self._standing():
@@ -269,12 +271,11 @@ class Decoder:
     def _torch_step(
         self, one_row: Forward, many_rows: Forward, finish: Callable[..., Tensor]
     ) -> Callable[[StepKey], Tensor]:
-        """A step of two functions: model and sampling. Sorting and counting are kernels of their own, which a compiler
-        does not better."""
+        """A step of two functions: model and sampling."""
 
         def step(key: StepKey) -> Tensor:
             forward = one_row if key.rows == 1 else many_rows
-            ending = finish if key.mode <= Mode.RANDOM else self._finish
+            ending = finish if key.mode in PLAIN else self._finish
             return ending(key.rows, key.mode, *forward(key.rows, key.span))
 
         return step
@@ -291,7 +292,7 @@ class Decoder:
 
         def step(key: StepKey) -> Tensor:
             logits, token, position = forward(key.rows, slots, key.span)  # logits without softcap
-            if key.mode > Mode.RANDOM:
+            if key.mode not in PLAIN:
                 return self._finish(key.rows, key.mode, softcap * torch.tanh(logits / softcap), token, position)
             return choose(
                 logits,
@@ -300,7 +301,7 @@ class Decoder:
                 self.blocks,
                 state,
                 softcap=softcap,
-                random=key.mode is Mode.RANDOM,
+                random=key.mode.draw == Draw.RANDOM,
                 overlaps=overlaps,
             )
 
@@ -339,7 +340,7 @@ class Decoder:
     def _finish(self, count: int, mode: Mode, logits: Tensor, token: Tensor, position: Tensor) -> Tensor:
         """Choose the next token of these rows and write it into their state; see _choose."""
         override = self.override[:count]
-        if mode is Mode.GENERAL and self.tables is not None:
+        if mode.tables and self.tables is not None:
             self.tables.seen[:count].scatter_(1, token[:, None], True)
             own = (override < 0) * self.advance  # not what a tool put there, and nothing while a graph is captured
             self.tables.counts[:count].scatter_add_(1, token[:, None], own[:, None].float())
@@ -353,14 +354,14 @@ class Decoder:
 
     def _choose(self, logits: Tensor, which: Tensor | slice, position: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
         """Sample the next token (B,) of the rows `which`, whose logits are (B, V), and report it to the host: (2, B)
-        float32, ids and log-probabilities; in Mode.GENERAL below them the MAX_TOPS likeliest ids and theirs."""
-        tables = self.tables.rows(which) if mode is Mode.GENERAL and self.tables is not None else None
+        float32, ids and log-probabilities; with tables below them the MAX_TOPS likeliest ids and theirs."""
+        tables = self.tables.rows(which) if mode.tables and self.tables is not None else None
         settings = self.settings.rows(which)
         chosen, logprob = sample(
             logits, settings, position, mode, tables, blocks=self.blocks, logsumexp=self.readout.logsumexp
         )
         report = torch.stack((chosen.float(), logprob))  # ids below 2^24 are exact in float32
-        if mode is Mode.GENERAL:
+        if mode.tables:
             ids, logprobs = likeliest_tokens(logits)
             report = torch.cat((report, ids.t().float(), logprobs.t()))
         return chosen, report

@@ -53,7 +53,7 @@ from ascendchat.engine.prefix import (
     rounds,
 )
 from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights, check_fit
-from ascendchat.engine.sampling import Mode, mode_of, ranked
+from ascendchat.engine.sampling import Draw, Mode, mode_of, ranked
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.logprobs import Readout
 from ascendchat.nn.model import LanguageModel
@@ -287,7 +287,7 @@ class Engine:
             requests, slots = [state.request for state in states], [state.slot for state in states]
             if masked := [state for state in states if state.masked]:
                 self._set_token_masks(masked)
-            mode = max(state.mode for state in states)
+            mode = Mode.union(state.mode for state in states)
             result = self.decoder.prefill(requests, slots, mode, starts, ends)
             whole = [column for column, part in enumerate(parts) if self.scheduler.done(part)]
             for column in whole:
@@ -320,8 +320,8 @@ class Engine:
         if not len(slots):
             return False
         self._dismiss()  # also who ended just now: a step must not write behind what its slot keeps
-        longest, mode = batch.needs(slots)
-        self._await(slots, self.decoder.step(int(slots[-1]) + 1, longest, Mode(mode)))
+        longest, draw, tables = batch.needs(slots)
+        self._await(slots, self.decoder.step(int(slots[-1]) + 1, longest, Mode(Draw(draw), tables)))
         return True
 
     def _force(self) -> None:

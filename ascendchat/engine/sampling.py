@@ -1,6 +1,6 @@
 """Sampling maths as pure functions over a batch in which every row has its own settings.
 
-    chosen, logprob = sample(logits, settings, position, Mode.FILTERED)
+    chosen, logprob = sample(logits, settings, position, Mode(Draw.FILTERED))
 
 No generator is kept: the noise of a row is a hash of (its seed, the position, the token; sampling.py), so a row draws
 the same noise whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an
@@ -11,7 +11,7 @@ integers: the AICPU computes it on Ascend A2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -26,14 +26,27 @@ MASK = 0xFFFFFFFF  # 32 bits
 MAX_EXACT = 2**24  # whole numbers up to here are exact in float32; no vocabulary is larger
 
 
-class Mode(IntEnum):
-    """The work of a decoding step: the largest of its rows' modes. Each is a captured graph of its own, and a row
-    gets the same token and log-probability in every mode that is large enough for it."""
+class Draw(IntEnum):
+    """How tokens are drawn, each way with what the ones before it do."""
 
     GREEDY = 0
     RANDOM = 1  # at a temperature
-    FILTERED = 2  # also top-k, top-p, min-p, for which the logits are sorted: what `serve` does by default
-    GENERAL = 3  # everything: also penalties, biases, token masks, likeliest tokens, log-probabilities of the draw
+    PROCESSED = 2  # and reports the log-probability of the draw, as RL at another temperature than 1 wants it
+    FILTERED = 3  # by top-k, top-p, min-p, for which logits are sorted: what `serve` does by default
+
+
+class Mode(NamedTuple):
+    """The work of a decoding step: the most that one of its rows needs. Each is a captured graph of its own, and a row
+    gets the same token and log-probability in every mode that does what it needs."""
+
+    draw: Draw = Draw.GREEDY
+    tables: bool = False  # penalties, biases, token masks and likeliest tokens, which are all rare, come together
+
+    @classmethod
+    def union(cls, modes: Iterable[Mode]) -> Mode:
+        """The mode that does what all of these do."""
+        draws, tables = zip(*modes)
+        return cls(max(draws), any(tables))
 
 
 class SamplingSettings(NamedTuple):
@@ -55,7 +68,7 @@ class SamplingSettings(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Per row and token (B, V), for Mode.GENERAL. Rows without a penalty, bias or mask are changed by none of them."""
+    """Per row and token (B, V), where Mode.tables. Rows without a penalty, bias or mask are changed by none of them."""
 
     seen: Tensor  # bool: tokens of prompt and answer, for the repetition penalty
     barred: Tensor  # bool: the token mask; what must not be chosen
@@ -97,12 +110,14 @@ def mode_of(sampling: Sampling) -> Mode:
     """The smallest mode that does what one request asks for."""
     s = sampling
     penalties = s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty
-    masks = s.allowed_tokens or s.grammar is not None or s.logit_bias
-    if penalties or masks or s.top_logprobs or s.processed_logprobs:
-        return Mode.GENERAL
-    if s.temperature == 0:
-        return Mode.GREEDY
-    return Mode.FILTERED if s.top_k > 0 or s.top_p < 1 or s.min_p > 0 else Mode.RANDOM
+    tables = penalties or s.allowed_tokens or s.grammar is not None or s.logit_bias or s.top_logprobs
+    draw = Draw.GREEDY
+    if s.temperature > 0:
+        filtered = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
+        draw = Draw.FILTERED if filtered else Draw.PROCESSED if s.processed_logprobs else Draw.RANDOM
+    elif s.processed_logprobs and tables:
+        draw = Draw.PROCESSED  # else the model's own distribution is that of the draw
+    return Mode(draw, bool(tables))
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
@@ -177,31 +192,31 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """The chosen token of every row (B,) and its log-probability (B,) float32.
 
-    logits (B, V) float32; `position` (B,) of the token whose successor is chosen; `tables` for Mode.GENERAL; `blocks`:
-    `columns`, if they are there already. The log-probability is the model's own: before penalties, bias, mask,
-    temperature and filters; or after all of these, where settings.processed.
+    logits (B, V) float32; `position` (B,) of the token whose successor is chosen; `tables` where the mode
+    has some; `blocks`: `columns`, if they are there already. The log-probability is the model's own: before penalties,
+    bias, mask, temperature and filters; or after all of these, where settings.processed.
     """
-    scores, general = logits, mode is Mode.GENERAL
-    if general:
+    scores, processed = logits, mode.draw >= Draw.PROCESSED
+    if mode.tables:
         assert tables is not None
         scores = penalise(scores, tables.seen, settings.penalty)
         scores = adjust(scores, tables.bias, tables.counts, settings.presence, settings.frequency)
         scores = scores.masked_fill(tables.barred, float("-inf"))
     drawn = scores  # what the token is drawn from, before the noise
-    if mode is not Mode.GREEDY:
+    if mode.draw > Draw.GREEDY:
         greedy = settings.temperature < MIN_TEMPERATURE
         scaled = scores / settings.temperature.masked_fill(greedy, 1.0)[:, None]
         blocks = columns(logits.size(-1), logits.device) if blocks is None else blocks
         noise = -torch.log(-torch.log(uniform(settings.seed, position, blocks)))
-        if mode >= Mode.FILTERED:
+        if mode.draw == Draw.FILTERED:
             inside = keep(scaled, settings.top_k, settings.top_p, settings.min_p)
             scaled = scaled.masked_fill(~inside, float("-inf"))
-        if general:
+        if processed:
             drawn = torch.where(greedy[:, None], scores, scaled)
         scores = torch.where(greedy[:, None], scores, scaled + noise)
     alone = scores.size(0) == 1 and torch.compiler.is_compiling()
     chosen = likeliest(scores) if alone else scores.argmax(dim=-1)
-    reported = torch.where(settings.processed[:, None], drawn, logits) if general else logits
+    reported = torch.where(settings.processed[:, None], drawn, logits) if processed else logits
     picked = reported.gather(-1, chosen[:, None]).squeeze(-1)
     return chosen, picked - logsumexp(reported)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ascendchat.engine.batch_state import LAST_READS, READ_EVERY, BatchState
-from ascendchat.engine.sampling import Mode
+from ascendchat.engine.sampling import Draw, Mode
 
 END = 7
 
@@ -21,7 +21,7 @@ def batch() -> BatchState:
 
 
 def enter(batch: BatchState, slot: int, limit: int = 100, plain: bool = True) -> None:
-    batch.enter(slot, 5 + slot, limit, Mode.GREEDY, frozenset({END, 12, -1}), constrained=False)
+    batch.enter(slot, 5 + slot, limit, Mode(), frozenset({END, 12, -1}), constrained=False)
     batch.plain[slot] = plain
 
 
@@ -41,7 +41,7 @@ def test_text_is_written_down_and_the_rest_is_named(batch: BatchState) -> None:
 
 def test_what_a_request_watched_is_text_again_when_it_is_over(batch: BatchState) -> None:
     """Else one with a thousand stop tokens would make every later one slow."""
-    batch.enter(2, 5, 100, Mode.GREEDY, frozenset({2, 3}), constrained=False)
+    batch.enter(2, 5, 100, Mode(), frozenset({2, 3}), constrained=False)
     assert batch.append(batch.launch(numbers(0)), numbers(2), np.zeros(1, np.float32), 0) == ([0], [])
     batch.leave(2)
     assert batch.append(batch.launch(numbers(0)), numbers(2), np.zeros(1, np.float32), 0) == ([], [])
@@ -79,9 +79,10 @@ def test_a_step_is_for_rows_whose_prompts_are_read_and_that_have_tokens_left(bat
 
 
 def test_what_rows_need_together_is_what_one_of_them_needs(batch: BatchState) -> None:
-    batch.mode[[0, 3]] = Mode.RANDOM, Mode.GENERAL
-    assert batch.needs(numbers(0, 3))[1] == Mode.GENERAL
-    assert batch.needs(numbers(0, 1))[1] == Mode.RANDOM
+    batch.draw[[0, 3]], batch.tables[3] = (Draw.FILTERED, Draw.RANDOM), True
+    assert batch.needs(numbers(0, 3))[1:] == (Draw.FILTERED, True)
+    assert batch.needs(numbers(1, 3))[1:] == (Draw.RANDOM, True)
+    assert batch.needs(numbers(0, 1))[1:] == (Draw.FILTERED, False)
 
 
 def test_text_is_made_every_so_often_and_shortly_before_the_limit_of_each_row() -> None:

@@ -181,7 +181,7 @@ def test_a_step_that_does_not_advance_changes_nothing(device: Device) -> None:
     what was chosen, too."""
     model = make.model(13, seq_len=16)
     decoder = make.engine(model, device, Sdpa(), slots=2, context=CONTEXT).decoder
-    draw, mode, biased = random.Random(6), Mode.GENERAL, Sampling(temperature=0.0, logit_bias=((0, 0.0),))
+    draw, mode, biased = random.Random(6), Mode(tables=True), Sampling(temperature=0.0, logit_bias=((0, 0.0),))
     prompts = [[draw.randrange(model.shape.vocab) for _ in range(length)] for length in (9, 20)]
     first = decoder.prefill([Request(prompt, biased) for prompt in prompts], [0, 1], mode)[0]
     rows = [[int(token)] for token in first]

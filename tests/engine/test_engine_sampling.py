@@ -12,7 +12,7 @@ import pytest
 
 from ascendchat.device import Device
 from ascendchat.engine.engine import Engine, Request, RequestState, Sampling
-from ascendchat.engine.sampling import Mode
+from ascendchat.engine.sampling import Draw, Mode
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 
@@ -90,7 +90,7 @@ def test_nothing_is_made_and_nothing_is_done_where_nobody_asks(device: Device) -
     engine.generate([Request(prompt, Sampling(max_tokens=4)) for prompt in prompts(model.shape.vocab, 5)])
     decoder = engine.decoder
     assert decoder.tables is None
-    assert {key.mode for key in decoder.steps} == {Mode.RANDOM}
+    assert {key.mode for key in decoder.steps} == {Mode(Draw.RANDOM)}
 
 
 def test_a_tools_result_is_not_penalised(device: Device) -> None:

@@ -16,7 +16,7 @@ from ascendchat.device import pick
 from ascendchat.engine.cache import EIGHT_BITS
 from ascendchat.engine.decode import Decoder
 from ascendchat.engine.request import Request, Sampling
-from ascendchat.engine.sampling import Mode, SamplingSettings, columns, sample, settings_row
+from ascendchat.engine.sampling import Draw, Mode, SamplingSettings, columns, sample, settings_row
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT
 from ascendchat.sizes.shape import Shape
@@ -42,7 +42,7 @@ def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int], kept: torch.dt
     torch.set_float32_matmul_precision("highest")  # `pick` allows tf32 where it chooses bfloat16
     made = Decoder(model, Reference(), device, PLACE, slots=5, context=CONTEXT, graphs=False, kept=kept)
     requests = [Request(torch.randint(0, shape.vocab, (n,)).tolist(), Sampling(temperature=0.0)) for n in prompts]
-    made.prefill(requests, list(range(len(prompts))), Mode.GREEDY)
+    made.prefill(requests, list(range(len(prompts))), Mode())
     return made
 
 
@@ -169,7 +169,11 @@ def test_the_choice_equals_the_plain_one(random: bool, overlaps: bool) -> None:
     read = torch.arange(rows, device=PLACE) + 100
     report = choose(logits, read, settings, blocks, state, softcap=15.0, random=random, overlaps=overlaps)
     chosen, logprob = sample(
-        15.0 * torch.tanh(logits / 15.0), settings, position, Mode.RANDOM if random else Mode.GREEDY, blocks=blocks
+        15.0 * torch.tanh(logits / 15.0),
+        settings,
+        position,
+        Mode(Draw.RANDOM if random else Draw.GREEDY),
+        blocks=blocks,
     )
     assert report[0].long().tolist() == chosen.tolist()
     torch.testing.assert_close(report[1], logprob, atol=1e-5, rtol=1e-5)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ascendchat.engine.request import MAX_TOPS, Grammar, Sampling
 from ascendchat.engine.sampling import (
+    Draw,
     Mode,
     SamplingSettings,
     Tables,
@@ -79,24 +80,28 @@ def test_ties_at_the_border_stay_and_so_do_the_unlikeliest_where_nothing_is_filt
 @pytest.mark.parametrize(
     ("sampling", "mode"),
     [
-        (Sampling(temperature=0.0), Mode.GREEDY),
-        (Sampling(temperature=0.0, top_k=5), Mode.GREEDY),
-        (Sampling(), Mode.RANDOM),
-        (Sampling(top_k=5), Mode.FILTERED),
-        (Sampling(top_p=0.5), Mode.FILTERED),
-        (Sampling(min_p=0.1), Mode.FILTERED),
-        (Sampling(min_p=0.1, repetition_penalty=1.1), Mode.GENERAL),
-        (Sampling(temperature=0.0, allowed_tokens=(0,)), Mode.GENERAL),
-        (Sampling(temperature=0.0, top_logprobs=1), Mode.GENERAL),
-        (Sampling(temperature=0.0, grammar=Grammar("json")), Mode.GENERAL),
-        (Sampling(temperature=0.0, processed_logprobs=True), Mode.GENERAL),
-        (Sampling(temperature=0.0, logit_bias=((0, 1.0),)), Mode.GENERAL),
-        (Sampling(temperature=0.0, presence_penalty=-0.1), Mode.GENERAL),
-        (Sampling(temperature=0.0, frequency_penalty=0.1), Mode.GENERAL),
+        (Sampling(temperature=0.0), Mode()),
+        (Sampling(temperature=0.0, top_k=5), Mode()),
+        (Sampling(temperature=0.0, processed_logprobs=True), Mode()),
+        (Sampling(), Mode(Draw.RANDOM)),
+        (Sampling(processed_logprobs=True), Mode(Draw.PROCESSED)),
+        (Sampling(top_k=5, processed_logprobs=True), Mode(Draw.FILTERED)),
+        (Sampling(top_p=0.5), Mode(Draw.FILTERED)),
+        (Sampling(min_p=0.1), Mode(Draw.FILTERED)),
+        (Sampling(min_p=0.1, repetition_penalty=1.1), Mode(Draw.FILTERED, True)),
+        (Sampling(presence_penalty=-0.1), Mode(Draw.RANDOM, True)),
+        (Sampling(temperature=0.0, allowed_tokens=(0,)), Mode(tables=True)),
+        (Sampling(temperature=0.0, top_logprobs=1), Mode(tables=True)),
+        (Sampling(temperature=0.0, grammar=Grammar("json")), Mode(tables=True)),
+        (Sampling(temperature=0.0, grammar=Grammar("json"), processed_logprobs=True), Mode(Draw.PROCESSED, True)),
+        (Sampling(temperature=0.0, logit_bias=((0, 1.0),)), Mode(tables=True)),
+        (Sampling(temperature=0.0, frequency_penalty=0.1), Mode(tables=True)),
     ],
 )
 def test_a_step_does_what_one_of_its_rows_needs_and_no_more(sampling: Sampling, mode: Mode) -> None:
-    assert mode_of(sampling) is mode
+    assert mode_of(sampling) == mode
+    assert Mode.union([mode, Mode()]) == mode
+    assert Mode.union([mode, Mode(Draw.FILTERED, True)]) == Mode(Draw.FILTERED, True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -112,8 +117,8 @@ def test_a_row_gets_the_same_bits_in_every_mode_that_is_large_enough_for_it(
     tables = Tables.zeros(40, 300, torch.device("cpu"))
     tables = tables._replace(seen=torch.rand(40, 300, generator=draw) < 0.5, counts=tables.counts + 2)
     chosen, logprob = sample(logits, settings, position, mode_of(sampling))
-    for mode in Mode:
-        if mode > mode_of(sampling):
+    for mode in (Mode(draw, flag) for draw in Draw for flag in (False, True)):
+        if Mode.union([mode, mode_of(sampling)]) == mode:
             again = sample(logits, settings, position, mode, tables)
             assert torch.equal(again[0], chosen)
             assert torch.equal(again[1], logprob)
@@ -130,7 +135,7 @@ def test_bias_and_penalties_move_the_choice_and_not_the_probability() -> None:
     counts = torch.tensor([[0.0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 1, 0]])
     given = rows(4, temperature=0.0, presence=2.0, frequency=0.5)
     tables = Tables.zeros(4, 3, logits.device)._replace(bias=bias, counts=counts)
-    chosen, logprob = sample(logits, given, torch.arange(4), Mode.GENERAL, tables)
+    chosen, logprob = sample(logits, given, torch.arange(4), Mode(tables=True), tables)
     assert chosen.tolist() == [0, 1, 2, 2]
     torch.testing.assert_close(logprob, logits.log_softmax(-1)[torch.arange(4), chosen])
 
@@ -168,7 +173,7 @@ def test_noise_is_uniform_and_does_not_depend_on_other_rows() -> None:
 def test_draws_follow_the_softmax_of_what_may_be_chosen(filters: dict[str, float], barred: tuple[int, ...]) -> None:
     logits, count, heat = torch.tensor([2.0, 1.5, 0.0, -1.0, -3.0]), 20_000, 0.7
     never = torch.zeros(5, dtype=torch.bool).index_fill(0, torch.tensor(barred, dtype=torch.int64), True)
-    mode = Mode.GENERAL if barred else Mode.FILTERED if filters else Mode.RANDOM
+    mode = Mode(Draw.FILTERED if filters else Draw.RANDOM, bool(barred))
     tables = Tables.zeros(count, 5, logits.device)._replace(barred=never.expand(count, 5))
     given = rows(count, temperature=heat, **filters)
     chosen, _ = sample(logits.expand(count, 5), given, torch.arange(count), mode, tables)
@@ -180,7 +185,7 @@ def test_draws_follow_the_softmax_of_what_may_be_chosen(filters: dict[str, float
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-38, 1e-300])
-@pytest.mark.parametrize("mode", [Mode.RANDOM, Mode.FILTERED])
+@pytest.mark.parametrize("mode", [Mode(Draw.RANDOM), Mode(Draw.FILTERED)])
 def test_a_temperature_of_nearly_zero_takes_the_likeliest(mode: Mode, temperature: float) -> None:
     logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(0)) * 15
     chosen, logprob = sample(logits, rows(8, temperature=temperature, top_k=5), torch.arange(8), mode)
@@ -273,7 +278,7 @@ def test_processed_log_probabilities_are_those_of_the_draw() -> None:
     position, barred = torch.arange(600), torch.tensor([[False, False, True, False]]).expand(600, 4)
     settings = rows(600, temperature=0.7, top_k=2)._replace(processed=position % 2 == 0)
     tables = Tables.zeros(600, 4, logits.device)._replace(barred=barred)
-    chosen, logprob = sample(logits, settings, position, Mode.GENERAL, tables)
+    chosen, logprob = sample(logits, settings, position, Mode(Draw.FILTERED, True), tables)
     drawn = torch.log_softmax(torch.tensor([2.0, 1.0]) / 0.7, 0)
     own = torch.log_softmax(logits[0], 0)
     assert set(chosen.tolist()) == {0, 1}
@@ -282,13 +287,13 @@ def test_processed_log_probabilities_are_those_of_the_draw() -> None:
     share = (chosen == 0).float().mean().item()
     assert share == pytest.approx(drawn[0].exp().item(), abs=0.06), "it is what tokens are drawn by"
     own_only = settings._replace(processed=torch.zeros(600, dtype=torch.bool))
-    assert sample(logits, own_only, position, Mode.GENERAL, tables)[0].equal(chosen)
+    assert sample(logits, own_only, position, Mode(Draw.FILTERED, True), tables)[0].equal(chosen)
 
 
 def test_a_greedy_row_reports_the_scores_that_it_chooses_by() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.5, -1.0]])
     settings = rows(1, temperature=0.0)._replace(processed=torch.ones(1, dtype=torch.bool))
     _, logprob = sample(
-        logits, settings, torch.zeros(1, dtype=torch.int64), Mode.GENERAL, Tables.zeros(1, 4, logits.device)
+        logits, settings, torch.zeros(1, dtype=torch.int64), Mode(Draw.PROCESSED), Tables.zeros(1, 4, logits.device)
     )
     torch.testing.assert_close(logprob, torch.log_softmax(logits, -1)[:, 0])
