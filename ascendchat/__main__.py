@@ -2,8 +2,8 @@
 
 import sys
 
-OLDEST = (3, 10)
-if sys.version_info[:2] < OLDEST:  # here, before anything that an older Python cannot import
+MIN_PYTHON = (3, 10)
+if sys.version_info[:2] < MIN_PYTHON:  # checked here, before anything that an older Python cannot import
     sys.stderr.write(
         f"ascendchat needs Python 3.10 or newer, this is {sys.version_info[0]}.{sys.version_info[1]}; make an "
         "environment with one: python3.12 -m venv .venv && .venv/bin/python -m ascendchat setup\n"

@@ -16,6 +16,7 @@ from ascendchat.config import install_command, parse, wants_help
 from ascendchat.config.help import help_page
 from ascendchat.config.language import language, translate
 from ascendchat.errors import UserError, nearest
+from ascendchat.processes import record_error
 from ascendchat.version import __version__
 
 # command: (config class, function, one line of help)
@@ -235,6 +236,7 @@ def _main(argv: list[str]) -> int:
         if error is None:
             raise
         print(f"ascendchat {name}: {translate(str(error))}", file=sys.stderr)
+        record_error(error)
         return error.status
     except KeyboardInterrupt:
         print(f"ascendchat {name}: stopped", file=sys.stderr)
@@ -266,18 +268,6 @@ def _load_with_torch(function: str) -> Any:
         gc.enable()
 
 
-def preload(argv: list[str]) -> None:
-    """All that `main` does before the command itself runs, for processes that are forked from this one."""
-    from ascendchat.device.env import prepare_environment
-
-    name, rest = split_command(argv)
-    config_class, function, _ = COMMANDS[name]
-    config = parse(_load("config.", config_class), rest)
-    if hasattr(config, "npu_debug"):
-        prepare_environment(config.device_type, debug=config.npu_debug, generates=config.generates)
-    _load_with_torch(function)
-
-
 def execute(function: Any, config: Any) -> int:
     """Call the command; an uncaught error is shown whole, then explained if we know it."""
     try:
@@ -294,6 +284,7 @@ def execute(function: Any, config: Any) -> int:
         if isinstance(error, ModuleNotFoundError) and (missing := _missing(error)):
             raise missing from None
         text = traceback.format_exc()
+        record_error(error)
         sys.stderr.write(text)
         from ascendchat.doctor.explain import print_findings
 

@@ -1,4 +1,4 @@
-"""What a user did wrong, said in a sentence with the next step; and where everything is kept."""
+"""Errors that a user can mend, each a sentence with the next step; and the folder where everything is stored."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import difflib
 import os
 from pathlib import Path
 
-MAX_NAMED = 200  # of more names than that only the first MAX_SHOWN are shown: a sentence, not a screen
+MAX_NAMED = 200  # with more choices only the first MAX_SHOWN are shown: a sentence, not a screen
 MAX_SHOWN = 20
 MAX_CAUSE = 200  # characters of another rank's error
 
 
 class UserError(Exception):
-    """Something the user can mend: one clear sentence and the next step. The command line exits with `status`."""
+    """An error that the user can mend: one clear sentence and the next step. The command line exits with `status`."""
 
     status = 2
 
@@ -30,7 +30,8 @@ class RankFailed(UserError):
 
 
 def of_rank(problem: Exception, rank: int) -> UserError:
-    """The error that other ranks raise for one of this rank, so that none waits; only this rank has its traceback."""
+    """Build the error that other ranks raise for one of this rank, so that none waits; only this rank has its
+    traceback."""
     if isinstance(problem, UserError):
         return problem
     words = " ".join(str(problem).split())[:MAX_CAUSE]
@@ -38,7 +39,7 @@ def of_rank(problem: Exception, rank: int) -> UserError:
 
 
 def home() -> Path:
-    """Where data, tokenizers and runs live: $ASCENDCHAT_HOME, by default ~/.cache/ascendchat."""
+    """Folder of data, tokenizers and runs: $ASCENDCHAT_HOME, by default ~/.cache/ascendchat."""
     return Path(os.environ.get("ASCENDCHAT_HOME") or "~/.cache/ascendchat").expanduser().absolute()
 
 

@@ -1,31 +1,120 @@
-"""Processes and what they need of the system: die with a parent, tell who is gone, find a free port.
+"""Processes and what they need of the system: children, their end with a parent, ranks that are gone, free ports.
 
-As a program it runs a command that must not outlive who started it: `python -m ascendchat.processes COMMAND ...`.
+child = ChildProcess.start(words, log=path, tied=True)      # ends with this process, even by `kill -9`
+python -m ascendchat.processes COMMAND ...                  # what ties it
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ascendchat.errors import UserError
 
-FILES = "ASCENDCHAT_RANK_FILES"  # how the names of the pid files of this node's ranks begin
-
-
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOOK = 0.05  # seconds between two looks at a child that is waited for
+UNKILLABLE = 20.0  # seconds after which a killed process is left alone: its driver holds it
+
+
+# ---- children -----------------------------------------------------------------------------------
+
+
+class ChildProcess:
+    """A process that leads a group of its own: waited for, ended in order, or killed with all that it has started."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path | None = None, begin: int = 0) -> None:
+        self.process, self.pid = process, process.pid
+        self._log, self._begin = log, begin  # what stands before that byte is not its own
+
+    @classmethod
+    def start(
+        cls, words: Sequence[str], *, log: Path | None = None, tied: bool = False, **settings: Any
+    ) -> ChildProcess:
+        """Start it. `log` is continued with all that it prints; `tied` makes it end with this process."""
+        if tied:
+            words, settings = (
+                [sys.executable, "-m", "ascendchat.processes", *words],
+                {**settings, "stdin": subprocess.PIPE},
+            )
+        settings = {"stdin": subprocess.DEVNULL, "start_new_session": True, **settings}
+        if log is None:
+            return cls(subprocess.Popen(words, **settings))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            return cls(subprocess.Popen(words, stdout=file, stderr=file, **settings), log, file.tell())
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The exit status, below 0 for a signal; None when it still runs after that time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(seconds)
+        return None
+
+    def output(self) -> str:
+        """What it has printed to its log since it was started."""
+        assert self._log is not None
+        with self._log.open("rb") as log:
+            log.seek(self._begin)
+            return log.read().decode("utf-8", errors="replace")
+
+    def wait_ready(
+        self, pattern: re.Pattern[str], seconds: float, stop: Callable[[], bool] = bool
+    ) -> re.Match[str] | None:
+        """Wait until its output matches; None when it has ended, the time is over or `stop` says so."""
+        until = time.monotonic() + seconds
+        while not (ready := pattern.search(self.output())):
+            if self.poll() is not None or time.monotonic() > until or stop():
+                return None
+            time.sleep(LOOK)
+        return ready
+
+    def kill(self) -> None:
+        """Kill it and all that it has started, also what outlived it."""
+        # A number that no process has, though its group has members, is given to no other process.
+        if self.poll() is None or not started(self.pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self, grace: float) -> int | None:
+        """Ask it to end and kill what is left after `grace` seconds; its status, None when it cannot be killed."""
+        if self.poll() is None:
+            self.process.terminate()
+            self.wait(grace)
+        self.kill()
+        return self.wait(UNKILLABLE)
+
+
+def status_of(code: int) -> int:
+    """The exit status as a shell gives it: 128 + n after signal n."""
+    return code if code >= 0 else 128 - code
+
+
+def how_ended(status: int | None) -> str:
+    """How a process has ended, in words; 128 + n is what a tied one says of signal n."""
+    if status is None:
+        return "it cannot be ended"
+    number = -status if status < 0 else status - 128
+    return f"signal {number}" if 0 < number < signal.NSIG else f"exit status {status}"
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Ask Linux to send this signal when the parent is gone, so that `kill -9` of a launcher leaves no orphans."""
+    """Ask Linux to send this signal when the thread that has made this process is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
@@ -38,24 +127,39 @@ def started(pid: int) -> str:
         return ""
 
 
+# ---- between `ascendchat launch` and its ranks ----------------------------------------------------
+
+RANK_FILES = "ASCENDCHAT_RANK_FILES"  # how the names of the pid files of this node's ranks begin
+SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smaller: earlier attempts ran out of memory
+
+
 def ended() -> set[int]:
     """Ranks of this node that are gone: those that are left wait for them in vain."""
-    files = Path(os.environ.get(FILES, ""))
-    found = set()
+    files = Path(os.environ.get(RANK_FILES, ""))
+    ranks = set()
     for path in files.parent.glob(f"{files.name}*.pid") if files.name else ():
         try:
             pid, _, since = path.read_text(encoding="ascii").partition(" ")
         except FileNotFoundError:  # the launcher has taken it away
             continue
         if since and started(int(pid)) != since:
-            found.add(int(path.stem.rpartition("_")[2]))
-    return found
+            ranks.add(int(path.stem.rpartition("_")[2]))
+    return ranks
 
 
-SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smaller: earlier attempts ran out of memory
+def record_error(error: BaseException) -> None:
+    """Write why this rank ends to the file that torchrun names; without torchrun, nothing."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name:
+        return
+    details = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    with contextlib.suppress(OSError):
+        Path(f"{name}.part").write_text(json.dumps({"message": message}), encoding="utf-8")
+        os.replace(f"{name}.part", name)
 
 
-# Free ports for the rendezvous of `ascendchat launch`: chosen and checked right before use, never a fixed 29500.
+# ---- ports: chosen and checked right before use, never a fixed 29500 ---------------------------------
 
 # Collectives listen here by default; a rendezvous on one of these would make their start fail.
 RESERVED = range(60000, 60032)
@@ -98,7 +202,7 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-# Runs a command that must not outlive who started it: `python -m ascendchat.processes COMMAND ...`.
+# ---- a command that must not outlive who started it: `python -m ascendchat.processes COMMAND ...` -----
 #
 # When its standard input is closed, or its parent is gone (`kill -9` of a trainer closes nothing that a fork of it
 # still holds), the command gets SIGTERM, and SIGKILL if it has not ended after a while. Signals are passed on; the exit
@@ -106,25 +210,11 @@ def split_address(text: str) -> tuple[str, int]:
 # the thread that made the process. Standard library only, to start fast.
 
 GRACE = 15.0  # seconds to end in order
-LOOK = 1.0  # seconds between two looks at the parent
-
-
-def end(child: subprocess.Popen[bytes], grace: float = GRACE) -> None:
-    """In order, then by force."""
-    child.terminate()
-    try:
-        child.wait(grace)
-    except subprocess.TimeoutExpired:
-        child.kill()
-
-
-def status_of(code: int) -> int:
-    """As a shell gives it."""
-    return code if code >= 0 else 128 - code
+PARENT_LOOK = 1.0  # seconds between two looks at the parent
 
 
 def main(words: list[str]) -> int:
-    """Until the command ends, or nobody is there to want it."""
+    """Run the command until it ends or nobody is there to want it."""
     parent, wake = os.getppid(), os.pipe()
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []  # signals that came while it was being made
@@ -144,14 +234,19 @@ def main(words: list[str]) -> int:
     signal.set_wakeup_fd(wake[1], warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # ends the wait below
     while child.poll() is None:
-        ready, _, _ = select.select([0, wake[0]], [], [], LOOK)
+        ready, _, _ = select.select([0, wake[0]], [], [], PARENT_LOOK)
         if wake[0] in ready:
             os.read(wake[0], 4096)
         if (0 in ready and not os.read(0, 4096)) or os.getppid() != parent:
-            end(child)
-    with contextlib.suppress(ProcessLookupError):
-        child.wait()
-    return status_of(child.returncode)
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE)
+            child.kill()
+            break
+    status = status_of(child.wait())
+    if os.getppid() != parent and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # and with it what the command has left behind; nobody reads a status
+    return status
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PER_PLACE = 34
 PLACES = {
     "loss": "nn/loss nn/logprobs nn/preference",
-    "optimizers": "nn/optim nn/updates",
+    "optimizers": "nn/optim",
     "attention choice": "nn/attention",
     "packing": "data/corpus data/chat/rows data/chat/pairs",
     "templates": "models/template data/chat/template",
@@ -32,8 +32,8 @@ PLACES = {
     "plan memory": "sizes/memory",
     "data reading": "data/read data/chat/tables data/chat/formats",
     "guard": "serve/guard",
-    "sandbox": "sandbox/__init__ sandbox/inside sandbox/seccomp",
-    "launch": "launch/supervise launch/agent processes",
+    "sandbox": "sandbox/program sandbox/inside sandbox/seccomp",
+    "launch": "launch/torchrun launch/rank processes",
     "NPU operators": "device/npu_ops device/npu_attention device/npu",
     "export": "models/export",
 }

@@ -1,7 +1,10 @@
-"""A command that ends with who started it: its input is closed, its parent is killed, a signal comes."""
+"""Children of ours: started, waited for and ended; and commands that end with who started them."""
 
 from __future__ import annotations
 
+import os
+import re
+import select
 import signal
 import subprocess
 import sys
@@ -9,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from ascendchat.processes import ChildProcess, how_ended
 
 TIED = [sys.executable, "-m", "ascendchat.processes"]
 PATIENCE = 60  # seconds
@@ -106,3 +111,103 @@ def test_a_killed_wrapper_takes_the_command_along() -> None:
     process.kill()
     process.wait()
     assert gone(child)
+
+
+# Starts a child that heeds no SIGTERM; both hold the pipe. The first heeds it or not.
+FAMILY = """
+import os, signal, subprocess, sys, time
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+other = subprocess.Popen([sys.executable, "-c", deaf], close_fds=False, stdout=subprocess.PIPE)
+other.stdout.readline()
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready at", os.getpid(), flush=True)
+time.sleep(0 if sys.argv[1] == "ends" else 600)
+"""
+READY = re.compile(r"ready at (\d+)")
+
+
+def family(tmp_path: Path, how: str, tied: bool) -> tuple[ChildProcess, int]:
+    """A child that is ready or has ended, and the end of a pipe that it and its own child hold."""
+    (tmp_path / "log").write_text("ready at 7, says one before\n")
+    ours, theirs = os.pipe()
+    words = [sys.executable, "-c", FAMILY, how]
+    child = ChildProcess.start(words, log=tmp_path / "log", tied=tied, pass_fds=[] if tied else [theirs])
+    os.close(theirs)
+    ready = child.wait_ready(READY, PATIENCE)
+    assert ready is not None
+    assert ready[1] != "7", "what stood in the log before is not its output"
+    if how == "ends":
+        assert child.wait(PATIENCE) == 0
+    return child, ours
+
+
+@pytest.mark.parametrize("how", ["heeds", "deaf", "ends"])
+def test_a_child_ends_with_all_that_it_has_started(tmp_path: Path, how: str) -> None:
+    child, pipe = family(tmp_path, how, tied=False)
+    assert child.end(0.5) == {"heeds": -signal.SIGTERM, "deaf": -signal.SIGKILL, "ends": 0}[how]
+    assert select.select([pipe], [], [], PATIENCE)[0], "its own child is left"
+    os.close(pipe)
+    child.kill()  # no error where nothing is left
+    assert child.end(0.0) == child.poll()
+
+
+def test_one_that_is_tied_has_the_status_of_the_command(tmp_path: Path) -> None:
+    child, pipe = family(tmp_path, "heeds", tied=True)
+    os.close(pipe)
+    status = child.end(PATIENCE)
+    assert status == 128 + signal.SIGTERM
+    assert how_ended(status) == how_ended(-signal.SIGTERM) == "signal 15"
+    assert [how_ended(status) for status in (3, 200, None)] == [
+        "exit status 3",
+        "exit status 200",
+        "it cannot be ended",
+    ]
+
+
+def test_one_that_is_never_ready_is_not_waited_for(tmp_path: Path) -> None:
+    child = ChildProcess.start([sys.executable, "-c", "print('no')"], log=tmp_path / "new" / "log")
+    assert child.wait_ready(READY, PATIENCE) is None
+    assert child.output() == "no\n"
+    slow = ChildProcess.start([sys.executable, "-c", "import time; time.sleep(600)"], log=tmp_path / "slow")
+    assert slow.wait_ready(READY, 0.1) is None
+    assert slow.wait_ready(READY, PATIENCE, stop=lambda: True) is None
+    assert slow.wait(0.0) is None
+    slow.kill()
+    assert slow.wait() == -signal.SIGKILL
+
+
+LEFT = """
+import sys, time
+from pathlib import Path
+from ascendchat.processes import ChildProcess
+ChildProcess.start([sys.executable, "-c", sys.argv[1], "heeds"], log=Path(sys.argv[2]), tied=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
+def test_what_a_tied_command_has_started_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    parent = subprocess.Popen([sys.executable, "-c", LEFT, FAMILY, str(log)])
+    until = time.monotonic() + PATIENCE
+    while not (log.exists() and (ready := READY.search(log.read_text()))):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    group = os.getpgid(int(ready[1]))
+    parent.kill()
+    parent.wait()
+    while time.monotonic() < until and any(alive(int(path.name)) and of_group(path, group) for path in processes()):
+        time.sleep(0.05)
+    assert not [path.name for path in processes() if alive(int(path.name)) and of_group(path, group)]
+
+
+def processes() -> list[Path]:
+    return list(Path("/proc").glob("[0-9]*"))
+
+
+def of_group(process: Path, group: int) -> bool:
+    try:
+        return os.getpgid(int(process.name)) == group
+    except ProcessLookupError:
+        return False

@@ -242,7 +242,7 @@ def import_theirs() -> None:
 def hand_on(way: socket.socket) -> None:
     """What this process starts begins warm, too."""
     globals()["nursery"] = lambda: way
-    for name in ("ascendchat.serve.pool", "ascendchat.speedrun.command", "ascendchat.launch.supervise"):
+    for name in ("ascendchat.serve.pool", "ascendchat.speedrun.command"):
         importlib.import_module(name).subprocess = warm_workers(ServerPopen)  # type: ignore[attr-defined]
     importlib.import_module(TORCHRUNS_OWN).Popen = ServerPopen  # type: ignore[attr-defined]
     os.execv = instead  # type: ignore[assignment]

@@ -21,23 +21,24 @@ from ascendchat.runs.console import speed
 from ascendchat.sizes import memory, schedule
 from ascendchat.sizes.batch import Split, fit_split
 from ascendchat.sizes.shape import Shape
-from ascendchat.train.model import Learner, build, learning, noise, optimizer_for, pays
+from ascendchat.train.model import TrainModel, build, optimizer_for, random_micro_batch
 from ascendchat.train.run import training_context
 
 
 class Bench:
     """A model, its optimizer and one batch of noise."""
 
-    def __init__(self, learner: Learner, split: Split, seed: int) -> None:
+    def __init__(self, learner: TrainModel, split: Split, seed: int) -> None:
         self.learner, self.split = learner, split
         learner.mean_over(split.total // split.devices)
-        self.batch = noise(learner, split, seed)
+        self.batch = random_micro_batch(learner, split, seed)
         self.weight = torch.tensor(split.devices / split.total, device=learner.place)
         self.optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, split.total))
-        self.learn = learning(learner, self.batch, self.weight, self.weight, self.optimizer.zero_grad)
+        self.micro_batch()  # the first call compiles, or captures a graph, and leaves no useful gradients
+        self.optimizer.zero_grad()
 
     def micro_batch(self) -> None:
-        self.learn(self.batch, self.weight, self.weight)
+        self.learner.forward_backward(self.batch, self.weight, self.weight)
 
     def update(self) -> None:
         self.optimizer.step(lr_scale=0.01, momentum=0.9, matrix_decay=0.1)
@@ -58,7 +59,7 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
     """Time `steps` steps after two warm ones."""
     bench.step(), bench.step()
     device.synchronize()
-    if not pays(bench.learner, bench.split.rows):  # a recording allocates nothing: its peak is that of making it
+    if not bench.learner.captures(bench.split.rows):  # a replay allocates nothing: its peak is that of the capture
         device.reset_peak()
     marks = [bench.step() for _ in range(steps)]
     device.synchronize()

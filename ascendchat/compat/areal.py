@@ -31,17 +31,17 @@ from ascendchat.checkpoint import read_file, verify
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Generator, Request, Sampling, Weights
 from ascendchat.errors import UserError
-from ascendchat.remote.fleet import Fleet
+from ascendchat.remote.fleet import ReplicaPool
 
-CALLS = 256  # of agenerate that wait for an answer at a time
+MAX_CALLS = 256  # of agenerate that wait for an answer at a time
 UNLIMITED = 10**8  # AReaL's top_k that means all tokens
-PAUSED = 0.05  # seconds between two looks whether it still is
-LONGEST_WAIT = 3600.0  # seconds of `wait` and `rollout_batch` where none are named
+POLL = 0.05  # seconds between two looks at whether it is still paused
+DEFAULT_TIMEOUT = 3600.0  # seconds of `wait` and `rollout_batch`
 
 
 @dataclass
 class GenerationHyperparameters:
-    """How tokens are chosen."""
+    """Sampling settings, by AReaL's names."""
 
     n_samples: int = 1
     max_new_tokens: int = 256
@@ -57,7 +57,7 @@ class GenerationHyperparameters:
 
 @dataclass
 class ModelRequest:
-    """One prompt."""
+    """One prompt with its sampling settings."""
 
     input_ids: list[int]
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
@@ -98,12 +98,12 @@ class VLLMRemoteEngine:
     """AReaL's InferenceEngine over a Generator. Methods may be called from any thread."""
 
     def __init__(self, *, api_key: str = "", tokenizer: Tokenizer | None = None, **settings: Any) -> None:
-        """`settings` are those of Fleet."""
+        """`settings` are those of ReplicaPool."""
         self.settings = {"api_key": api_key, "tokenizer": tokenizer, **settings}
         self.generator: Generator | None = None
         self.rejected = 0
         self._version = 0
-        self._fleet: Fleet | None = None
+        self._pool: ReplicaPool | None = None
         self._running = threading.Event()  # cleared by pause()
         self._running.set()
         self._seeds = itertools.count(1)
@@ -116,9 +116,9 @@ class VLLMRemoteEngine:
             urls = [part for part in addr.split(",") if part] if isinstance(addr, str) else list(addr)
             if not urls:
                 raise UserError("initialize() needs the addresses of servers; start one: ascendchat rollout-server")
-            generator = self._fleet = Fleet.open(urls, **self.settings)
+            generator = self._pool = ReplicaPool.open(urls, **self.settings)
         self.generator, self._version = generator, generator.version
-        self._threads, self._updates = ThreadPoolExecutor(CALLS, "agenerate"), ThreadPoolExecutor(1, "weights")
+        self._threads, self._updates = ThreadPoolExecutor(MAX_CALLS, "agenerate"), ThreadPoolExecutor(1, "weights")
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
 
@@ -127,12 +127,12 @@ class VLLMRemoteEngine:
         if self.generator is None:
             return
         self._running.set()
-        if self._fleet is not None:
-            self._fleet.close()
+        if self._pool is not None:
+            self._pool.close()
         for threads in (self._threads, self._updates):
             threads.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self.generator = self._fleet = None
+        self.generator = self._pool = None
 
     # ---- generating ----------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class VLLMRemoteEngine:
         began = time.monotonic()
         request, generator = request_of(req, next(self._seeds)), self._connected()
         while not self._running.is_set():
-            await asyncio.sleep(PAUSED)
+            await asyncio.sleep(POLL)
         asked = asyncio.get_running_loop().run_in_executor(self._threads, generator.generate, [request])
         return response_of(req, (await asked)[0], time.monotonic() - began)
 
@@ -177,7 +177,7 @@ class VLLMRemoteEngine:
         self._version = meta.version
 
     def get_version(self) -> int:
-        """Of the weights that answer the next request."""
+        """The version of the weights that answer the next request."""
         return self._version
 
     def set_version(self, version: int) -> None:
@@ -210,14 +210,14 @@ class VLLMRemoteEngine:
                 self._done.append(result)
             self._arrived.notify_all()
 
-    def wait(self, count: int, timeout: float = LONGEST_WAIT) -> list[Any]:
+    def wait(self, count: int, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
         """The next `count` results, in the order in which they came; TimeoutError when they do not come."""
         with self._arrived:
             if not self._arrived.wait_for(lambda: len(self._done) >= count, timeout):
                 raise TimeoutError(f"{len(self._done)} of {count} episodes were done after {timeout:g} s")
             return [self._done.popleft() for _ in range(count)]
 
-    def rollout_batch(self, data: Sequence[Any], workflow: Workflow, timeout: float = LONGEST_WAIT) -> list[Any]:
+    def rollout_batch(self, data: Sequence[Any], workflow: Workflow, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
         """All episodes, in the order of `data`; None for one that was rejected. The first exception is raised."""
         results: dict[int, Any] = {}
         arrived = threading.Condition()
@@ -239,7 +239,7 @@ class VLLMRemoteEngine:
 
 
 def request_of(req: ModelRequest, number: int) -> Request:
-    """In our words."""
+    """Our Request of an AReaL request."""
     asked = req.gconfig
     room = asked.max_new_tokens
     if asked.max_tokens is not None:
@@ -260,14 +260,14 @@ def request_of(req: ModelRequest, number: int) -> Request:
 
 
 def response_of(req: ModelRequest, answer: Completion, latency: float) -> ModelResponse:
-    """In AReaL's words."""
+    """AReaL's response of our Completion."""
     reason: Any = "abort" if answer.finish_reason == "cancelled" else answer.finish_reason
     logprobs = [0.0 if value is None else value for value in answer.logprobs]
     return ModelResponse(list(req.input_ids), answer.ids, logprobs, answer.versions, reason, latency, answer.text)
 
 
 def weights_in(path: Path) -> Weights:
-    """Of a checkpoint folder, or of a safetensors file."""
+    """Read the weights of a checkpoint folder or a safetensors file."""
     if path.is_file():
         return read_file(path)
     if (path / "manifest.json").is_file():

@@ -19,7 +19,7 @@ MOVED = {
     "ascendchat.infer.fleet": "ascendchat.remote.fleet",
     "ascendchat.infer.vllm_worker": "ascendchat.remote.vllm_worker",
 }
-PACKAGE = "ascendchat.infer"  # of which nothing else is left
+PACKAGE = "ascendchat.infer"  # gone otherwise
 
 
 class _Old(Loader):
@@ -56,3 +56,6 @@ def keep() -> None:
     """Let old names be imported in this process."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
+
+
+keep()  # ascendchat/__init__.py imports this module, and with it every program that imports anything of ours

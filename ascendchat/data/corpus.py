@@ -6,7 +6,7 @@ and NAME.lengths (uint32, tokens per document), and manifest.json with totals, s
 
 Over one epoch every token of the corpus is an input exactly once; its target is the next token of its document, or bos
 after the document's last token (so a model learns to stop). Only the one row per epoch that cannot be full is padded:
-bos as input, IGNORE as target. `corpus.py` says how rows are made, `mixture.py` how batches are made of them.
+bos as input, IGNORE as target. This file packs documents into rows, `mixture.py` takes batches from rows.
 Documents are read at random: keep the folder on a local disk, or smaller than the memory of the machine; of a folder
 in an object store (object_store.py) a rank reads the blocks that its own rows need.
 """
@@ -36,13 +36,13 @@ TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": n
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The file as a read-only array. A plain ndarray over the mapping: slices of np.memmap are ten times slower."""
+    """Map a file as a read-only array. A plain ndarray over the mapping: slices of np.memmap are ten times slower."""
     with path.open("rb") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)
 
 
 def read_corpus_manifest(folder: str | Path) -> dict[str, Any]:
-    """manifest.json of a prepared folder or address, or the command that makes one."""
+    """Read manifest.json of a prepared folder or address; the error gives the command that makes one."""
     remote = is_remote(folder)
     path = f"{folder}/{MANIFEST}" if remote else Path(folder) / MANIFEST
     try:
@@ -63,12 +63,12 @@ def read_corpus_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def is_prepared(folder: str | Path) -> bool:
-    """Whether this is a folder that `ascendchat data prepare` wrote."""
+    """True for a folder that `ascendchat data prepare` wrote, and for any address of an object store."""
     return is_remote(folder) or any(Path(folder).glob("*.tokens"))
 
 
 def has_documents(manifest: dict[str, Any], split: str) -> bool:
-    """Whether a prepared folder has this split."""
+    """True if a prepared folder has this split."""
     return bool(manifest["splits"].get(split, {}).get("parts"))
 
 
@@ -100,16 +100,16 @@ class Corpus:
         """Open a prepared folder. Sizes are compared with the manifest; `ascendchat data verify` compares checksums."""
         manifest = read_corpus_manifest(folder)
         if not has_documents(manifest, split):
-            have = ", ".join(name for name in manifest["splits"] if has_documents(manifest, name)) or "none"
+            available = ", ".join(name for name in manifest["splits"] if has_documents(manifest, name)) or "none"
             remedy = "prepare it again with --val-source FILE or a larger --val-fraction"
-            raise UserError(f"{folder} has no {split} documents (it has: {have}); {remedy}")
+            raise UserError(f"{folder} has no {split} documents (it has: {available}); {remedy}")
         if is_remote(folder):
             return cls(str(folder), split, manifest, Store(str(folder), manifest["files"]))
         _check_sizes(Path(folder), manifest, split)
         return cls(str(folder), split, manifest)
 
     def _array(self, part: Path, kind: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """All of a small file."""
+        """Read one small file of a part whole."""
         name = f"{part.name}.{kind}"
         return self._store.whole(name, dtype) if self._store else _map(part.with_name(name), dtype)
 
@@ -134,11 +134,12 @@ class Corpus:
         return arrays, np.concatenate([[0], np.cumsum(sizes)])
 
     def gather(self, position: NDArray[np.int64], length: NDArray[np.int64], inputs: Any, targets: Any) -> None:
-        """Copy segments (see corpus.py) one after the other into flat arrays."""
+        """Copy segments one after the other into flat arrays. A segment is `length` tokens from `position` on, or
+        padding."""
         arrays, begins = self._shards
         shard = np.searchsorted(begins, position, side="right") - 1  # -1 for padding
         offset = position - begins[shard]
-        segments = list(zip(shard.tolist(), offset.tolist(), length.tolist()))
+        segments = list(zip(shard.tolist(), offset.tolist(), length.tolist()))  # Python numbers index faster
         if self._store:
             self._store.fetch((arrays[s], o, o + n + 1) for s, o, n in segments if s >= 0)
         at = 0
@@ -153,7 +154,7 @@ class Corpus:
             at = to
 
     def stream(self, size: int = 1 << 20) -> Iterator[NDArray[Any]]:
-        """All tokens in stored order, in pieces."""
+        """Yield all tokens in stored order, in pieces."""
         for array in self._shards[0]:
             for begin in range(0, len(array) - 1, size):
                 yield array[begin : min(begin + size, len(array) - 1)]
@@ -173,7 +174,7 @@ def _check_sizes(folder: Path, manifest: dict[str, Any], split: str) -> None:
 
 
 def open_corpora(data: Sequence[str | Path], split: str = "train", needed: bool = True) -> list[tuple[Corpus, float]]:
-    """The corpora of a mixture of text, and their weights: without weights, each counts by its tokens.
+    """Open the corpora of a mixture of text, with their weights: without weights, each counts by its tokens.
 
     With needed=False, corpora without documents of this split are left out.
     """
@@ -191,24 +192,24 @@ def open_corpora(data: Sequence[str | Path], split: str = "train", needed: bool 
 
 
 class TextRows:
-    """The rows of every epoch of one corpus: see mixture.Rows."""
+    """The rows of every epoch of one corpus; a mixture.RowSource."""
 
     def __init__(self, corpus: Corpus, seq_len: int, seed: int) -> None:
         self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
         self.per_epoch = rows_of(corpus.tokens, seq_len)
-        self._layouts: dict[int, _Layout] = {}
+        self._packings: dict[int, _Packing] = {}
 
     @property
     def identity(self) -> bytes:
         return self.corpus.fingerprint.encode()
 
-    def layout(self, epoch: int) -> _Layout:
-        """The layout of an epoch; the last two are kept, because a batch may lie on both sides of an epoch's end."""
-        layout = self._layouts.get(epoch)
-        if layout is None:
-            layout = arrange(self.corpus.lengths, self.seq_len, self.seed, epoch)
-            self._layouts = {**dict(list(self._layouts.items())[-1:]), epoch: layout}
-        return layout
+    def packing(self, epoch: int) -> _Packing:
+        """Pack an epoch; the last two are cached, because a batch may lie on both sides of an epoch's end."""
+        packing = self._packings.get(epoch)
+        if packing is None:
+            packing = pack_documents(self.corpus.lengths, self.seq_len, self.seed, epoch)
+            self._packings = {**dict(list(self._packings.items())[-1:]), epoch: packing}
+        return packing
 
     def fill(
         self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]
@@ -216,73 +217,72 @@ class TextRows:
         lengths, counts, done = [], [], 0
         while done < len(inputs):
             epoch, row = divmod(number + done, self.per_epoch)
-            layout = self.layout(epoch)
+            packing = self.packing(epoch)
             end = min(row + len(inputs) - done, self.per_epoch)
-            edges = layout.first[row : end + 1]
+            edges = packing.first[row : end + 1]
             segments, out = slice(edges[0], edges[-1]), slice(done, done + end - row)
-            length = layout.length[segments]
-            self.corpus.gather(layout.position[segments], length, inputs[out].reshape(-1), targets[out].reshape(-1))
+            length = packing.length[segments]
+            self.corpus.gather(packing.position[segments], length, inputs[out].reshape(-1), targets[out].reshape(-1))
             lengths.append(length)
             counts.append(np.diff(edges))
             done += end - row
         return np.concatenate(lengths), np.concatenate(counts)
 
     def targets(self, start: int, stop: int) -> int:
-        """All places but the padding, which stands in one row of each epoch."""
+        """Number of targets in these rows: all positions but the padding, which is in one row of each epoch."""
         padding = self.per_epoch * self.seq_len - self.corpus.tokens
         total = (stop - start) * self.seq_len
         if not padding or start == stop:
             return total
         for epoch in range(start // self.per_epoch, (stop - 1) // self.per_epoch + 1):
-            total -= padding * (start <= epoch * self.per_epoch + self.layout(epoch).padded_row < stop)
+            total -= padding * (start <= epoch * self.per_epoch + self.packing(epoch).padded_row < stop)
         return total
 
 
 def evaluation_rows(corpus: Corpus, seq_len: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """All documents in stored order, concatenated, in rows (T,): (inputs, targets).
+    """Yield all documents in stored order, concatenated, in rows (T,): (inputs, targets).
 
     Every token of text is a target exactly once. Targets that are bos, and the padding of the last row, are IGNORE:
     bits per byte = sum of the losses / ln 2 / corpus.text_bytes, and bos has no bytes.
     """
-    held = np.zeros(0, dtype=np.int64)
+    buffer = np.zeros(0, dtype=np.int64)
     for piece in corpus.stream():
-        held = np.concatenate([held, piece.astype(np.int64)])
-        rows = (len(held) - 1) // seq_len  # a row needs one token more than it has inputs
+        buffer = np.concatenate([buffer, piece.astype(np.int64)])
+        rows = (len(buffer) - 1) // seq_len  # a row needs one token more than it has inputs
         for begin in range(0, rows * seq_len, seq_len):
-            row = held[begin : begin + seq_len + 1]
+            row = buffer[begin : begin + seq_len + 1]
             yield row[:-1].copy(), np.where(row[1:] == corpus.bos, IGNORE, row[1:])
-        held = held[rows * seq_len :]
-    if len(held) > 1:
+        buffer = buffer[rows * seq_len :]
+    if len(buffer) > 1:
         inputs, targets = np.full(seq_len, corpus.bos), np.full(seq_len, IGNORE)
-        inputs[: len(held)] = held
-        targets[: len(held) - 1] = np.where(held[1:] == corpus.bos, IGNORE, held[1:])
+        inputs[: len(buffer)] = buffer
+        targets[: len(buffer) - 1] = np.where(buffer[1:] == corpus.bos, IGNORE, buffer[1:])
         yield inputs, targets
 
 
-# Lays the documents of one epoch out in rows: every token exactly once, rows begin with a document where that is free.
+# Packing: the documents of one epoch in rows, every token exactly once; rows begin with a document where that costs
+# nothing. Used by the loader of every training command (`ascendchat base --data DIR`).
 #
-# Used by the loader of every training command (`ascendchat base --data DIR`); nothing to call by hand.
-#
-# A row is T input tokens, made of segments: pieces of documents, never crossing one. The layout of an epoch:
+# A row is T input tokens, made of segments: pieces of documents, never crossing one. The packing of an epoch:
 # 1. documents are put in random order;
-# 2. a document of T tokens or more fills whole rows from its start; what is left over (fewer than T tokens) is filler.
-#    From the second epoch on it first gives up a random beginning, which is laid out like a short document: so its rows
-#    begin elsewhere every time, and a model that reads a text again sees it with another context;
-# 3. shorter documents stay whole: a row takes them in order while they fit, then filler closes the gap to exactly T;
-#    filler is cut wherever the row ends, and goes on in the next gap. If the left-overs do not suffice, the short
-#    documents of the first few rows become filler too;
-# 4. filler that is left makes rows of its own; only the last of them can lack tokens, and gets padding;
+# 2. a document of T tokens or more fills whole rows from its start; the rest (fewer than T tokens) is a fragment.
+#    From the second epoch on a random beginning is first cut off, and packed like a short document: so its rows begin
+#    elsewhere every time, and a model that reads a text again sees it with another context;
+# 3. shorter documents stay whole: a row takes them in order while they fit, then fragments close the gap to exactly T;
+#    a fragment is cut wherever the row ends, and goes on in the next gap. If the fragments do not suffice, the short
+#    documents of the first few rows become fragments too;
+# 4. fragments that are left make rows of their own; only the last of them can lack tokens, and gets padding;
 # 5. rows are put in random order.
 # A row ends inside a document at most once, exactly as when documents are simply concatenated, so no more context is
 # lost than by concatenation, and all rows of kinds 2 (the first of a document) and 3 begin with a document.
 
 Int64s = NDArray[np.int64]
 PADDING = -1  # the position of a segment that is no text
-CUTS = 2**192  # where the random numbers of the cuts begin, far from those of the orders
+CUTS_COUNTER = 2**192  # Philox counter from which cuts are drawn: permutations with the same key begin at 0
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Packing:
     """The rows of one epoch. Row r holds the segments first[r] .. first[r + 1]."""
 
     first: Int64s  # (rows + 1,)
@@ -291,7 +291,7 @@ class _Layout:
 
     @functools.cached_property
     def padded_row(self) -> int:
-        """The row that holds the padding; -1 without any."""
+        """Number of the row that holds the padding; -1 without any."""
         segments = np.flatnonzero(self.position == PADDING)
         return int(np.searchsorted(self.first, segments[0], side="right")) - 1 if len(segments) else -1
 
@@ -302,24 +302,27 @@ def rows_of(tokens: int, seq_len: int) -> int:
 
 
 def shuffled(n: int, seed: int, epoch: int, salt: int) -> Int64s:
-    """A random order of n things. Raw Philox output and a stable sort: the same on every version of NumPy."""
+    """A random permutation of n. Raw Philox output and a stable sort: the same on every version of NumPy."""
     bits = np.random.Philox(key=np.array([np.uint64(seed % 2**64), np.uint64(epoch * 2 + salt)], dtype=np.uint64))
     return np.argsort(bits.random_raw(n), kind="stable")
 
 
-def cut_anew(lengths: Int64s, seq_len: int, seed: int, epoch: int) -> Int64s:
-    """The pieces to lay out: from the second epoch on, long documents are cut once, at a place of this epoch."""
+def cut_long_documents(lengths: Int64s, seq_len: int, seed: int, epoch: int) -> Int64s:
+    """Lengths of the pieces to pack: from the second epoch on, long documents are cut once, at a random place."""
     if epoch == 0:
         return lengths
-    bits = np.random.Philox(key=np.array([np.uint64(seed % 2**64), np.uint64(epoch)], dtype=np.uint64), counter=CUTS)
+    bits = np.random.Philox(
+        key=np.array([np.uint64(seed % 2**64), np.uint64(epoch)], dtype=np.uint64), counter=CUTS_COUNTER
+    )
     cut = 1 + (bits.random_raw(len(lengths)) % np.uint64(max(1, seq_len - 1))).astype(np.int64)
     cut = np.where(lengths > seq_len, cut, 0)
     pieces = np.stack((cut, lengths - cut), axis=1).reshape(-1)
     return pieces[pieces > 0]
 
 
-def _pack(lengths: Int64s, spare: int, seq_len: int) -> tuple[int, Int64s, Int64s]:
-    """How many of the first documents become filler, and the rows of the others: their first documents, their gaps."""
+def _pack(lengths: Int64s, fragment_tokens: int, seq_len: int) -> tuple[int, Int64s, Int64s]:
+    """Pack short documents: (how many of the first become fragments, first document of each row, gap at each row's
+    end)."""
     ends = np.cumsum(lengths)
     # after[i]: the first document that no longer fits in a row which begins with document i
     after = np.searchsorted(ends, ends - lengths + seq_len, side="right").astype(np.int64)
@@ -331,60 +334,68 @@ def _pack(lengths: Int64s, spare: int, seq_len: int) -> tuple[int, Int64s, Int64
     starts = np.array([*first, total], dtype=np.int64)
     before = np.concatenate([[0], ends])[starts]  # tokens of all documents before each row
     gaps = seq_len - np.diff(before)
-    # Giving up the first r rows adds their tokens to the filler and leaves the gaps of the others: take the least r.
+    # Giving up the first r rows adds their tokens to the fragments and leaves the gaps of the others: take the least r.
     need = np.append(np.cumsum(gaps[::-1])[::-1], 0)
-    r = int(np.argmax(spare + before >= need))
+    r = int(np.argmax(fragment_tokens + before >= need))
     return int(starts[r]), starts[r:-1], gaps[r:]
 
 
-def arrange(lengths: Int64s, seq_len: int, seed: int, epoch: int) -> _Layout:
-    """The rows of one epoch, a pure function of the documents' lengths (in stored order), seq_len, seed and epoch."""
-    lengths = cut_anew(np.asarray(lengths, dtype=np.int64), seq_len, seed, epoch)
+def pack_documents(lengths: Int64s, seq_len: int, seed: int, epoch: int) -> _Packing:
+    """Pack the rows of one epoch: a pure function of the documents' lengths in stored order, seq_len, seed and
+    epoch."""
+    lengths = cut_long_documents(np.asarray(lengths, dtype=np.int64), seq_len, seed, epoch)
     order = shuffled(len(lengths), seed, epoch, 0)
-    position = (np.cumsum(lengths) - lengths)[order]
+    position = (np.cumsum(lengths) - lengths)[order]  # (documents,) of the first token, in the corpus
     length = lengths[order]
 
-    whole, rest = length // seq_len, length % seq_len
-    full_rows = int(whole.sum())
-    nth = np.arange(full_rows) - np.repeat(np.cumsum(whole) - whole, whole)  # 0, 1, 2 ... within its document
-    full_position = np.repeat(position, whole) + nth * seq_len
+    full, rest = length // seq_len, length % seq_len  # (documents,) rows that each fills, tokens left over
+    full_rows = int(full.sum())
+    nth = np.arange(full_rows) - np.repeat(np.cumsum(full) - full, full)  # 0, 1, 2 ... within its document
+    full_position = np.repeat(position, full) + nth * seq_len
 
-    short = np.flatnonzero((whole == 0) & (rest > 0))
-    tails = np.flatnonzero((whole > 0) & (rest > 0))
-    given_up, starts, gaps = _pack(length[short], int(rest[tails].sum()), seq_len)
-    kept = short[given_up:]
-    kept_row = np.searchsorted(starts, np.arange(given_up, len(short)), side="right") - 1
+    short = np.flatnonzero((full == 0) & (rest > 0))
+    tails = np.flatnonzero((full > 0) & (rest > 0))
+    skipped, starts, gaps = _pack(length[short], int(rest[tails].sum()), seq_len)
+    whole_short = short[skipped:]
+    whole_short_row = np.searchsorted(starts, np.arange(skipped, len(short)), side="right") - 1
 
-    filler = np.concatenate([tails, short[:given_up]])
-    filler_position = position[filler] + whole[filler] * seq_len
-    filler_ends = np.cumsum(rest[filler])
-    amount = int(filler_ends[-1]) if len(filler) else 0
-    needed = int(gaps.sum())
-    own_rows = rows_of(amount - needed, seq_len)
-    row_ends = np.concatenate([np.cumsum(gaps), needed + seq_len * np.arange(1, own_rows + 1)]).astype(np.int64)
-    # Cut the stream of filler wherever an item or a row's share of it ends.
-    cuts = np.unique(np.concatenate([[0], filler_ends, row_ends[row_ends < amount]])).astype(np.int64)
-    left, piece = cuts[:-1], np.diff(cuts)
-    item = np.searchsorted(filler_ends, left, side="right")
-    into_item = left - (filler_ends - rest[filler])[item]
+    fragments = np.concatenate([tails, short[:skipped]])
+    fragment_position = position[fragments] + full[fragments] * seq_len
+    fragment_ends = np.cumsum(rest[fragments])
+    fragment_tokens = int(fragment_ends[-1]) if len(fragments) else 0
+    gap_tokens = int(gaps.sum())
+    fragment_rows = rows_of(fragment_tokens - gap_tokens, seq_len)
+    own_ends = gap_tokens + seq_len * np.arange(1, fragment_rows + 1)
+    row_ends = np.concatenate([np.cumsum(gaps), own_ends]).astype(np.int64)
+    # Cut the stream of fragments wherever a fragment or a row's share of the stream ends.
+    cuts = np.unique(np.concatenate([[0], fragment_ends, row_ends[row_ends < fragment_tokens]])).astype(np.int64)
+    left, piece = cuts[:-1], np.diff(cuts)  # (pieces,) start in the stream of fragments, tokens
+    fragment = np.searchsorted(fragment_ends, left, side="right")
+    into_fragment = left - (fragment_ends - rest[fragments])[fragment]
     piece_row = np.searchsorted(row_ends, left, side="right")
 
-    rows = full_rows + len(starts) + own_rows
-    missing = -(amount - needed) % seq_len  # in the last row of filler
+    rows = full_rows + len(starts) + fragment_rows
+    missing = -(fragment_tokens - gap_tokens) % seq_len  # tokens, in the last row of fragments
     padding = np.full(min(missing, 1), missing)
     row = np.concatenate(
-        [np.arange(full_rows), full_rows + kept_row, full_rows + piece_row, np.full(len(padding), rows - 1)]
+        [np.arange(full_rows), full_rows + whole_short_row, full_rows + piece_row, np.full(len(padding), rows - 1)]
     )
-    place = np.empty(rows, dtype=np.int64)
-    place[shuffled(rows, seed, epoch, 1)] = np.arange(rows)
-    row = place[row]
-    by_row = np.argsort(row, kind="stable")  # within a row: whole documents first, then filler
+    new_row = np.empty(rows, dtype=np.int64)
+    new_row[shuffled(rows, seed, epoch, 1)] = np.arange(rows)
+    row = new_row[row]
+    by_row = np.argsort(row, kind="stable")  # within a row: whole documents first, then fragments
     first = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(np.bincount(row, minlength=rows), out=first[1:])
-    return _Layout(
+    lengths = np.concatenate([np.full(full_rows, seq_len), rest[whole_short], piece, padding])
+    return _Packing(
         first=first,
         position=np.concatenate(
-            [full_position, position[kept], filler_position[item] + into_item, np.full(len(padding), PADDING)]
+            [
+                full_position,
+                position[whole_short],
+                fragment_position[fragment] + into_fragment,
+                np.full(len(padding), PADDING),
+            ]
         )[by_row],
-        length=np.concatenate([np.full(full_rows, seq_len), rest[kept], piece, padding])[by_row].astype(np.int64),
+        length=lengths[by_row].astype(np.int64),
     )

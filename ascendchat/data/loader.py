@@ -1,4 +1,4 @@
-"""Batches that are ready before the training loop asks: used by every training command, e.g. `ascendchat base`."""
+"""Prefetching for every training command, e.g. `ascendchat base`: batches are ready before the loop asks for them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ascendchat.data.mixture import Batch, Batches
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes, on the device."""
+    """Input of one forward pass, on the device."""
 
     inputs: torch.Tensor  # (B, T) int64
     targets: torch.Tensor  # (B, T) int64, IGNORE where there is nothing to learn
     lengths: NDArray[np.int32]  # tokens of each segment, row after row, on the host
-    step_targets: int  # targets that are not IGNORE, in the whole step, over all ranks: what its loss is divided by
+    step_targets: int  # targets that are not IGNORE, in the whole step, over all ranks: the divisor of its loss
 
 
-Joined = tuple[NDArray[np.int64], NDArray[np.int32], int]  # inputs and targets (2, B, T): one copy to the device
+_HostBatch = tuple[NDArray[np.int64], NDArray[np.int32], int]  # inputs and targets (2, B, T): one copy to the device
 
 
-def _joined(batch: Batch, step_targets: int) -> Joined:
+def _host_batch(batch: Batch, step_targets: int) -> _HostBatch:
     return np.stack([batch.inputs, batch.targets]), batch.lengths, step_targets
 
 
@@ -50,12 +50,13 @@ class Prefetcher:
         self.batches, self.device, self.rows, self.micro_batch = batches, device, rows, micro_batch
         self.pin, self.depth = pin, depth
         self._next = -1  # the step that the queue yields next; -1: no thread yet
-        self._queue: queue.Queue[list[Joined] | BaseException] = queue.Queue()
+        self._queue: queue.Queue[list[_HostBatch] | BaseException] = queue.Queue()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step. Steps in order are ready at once; any other step restarts the thread there."""
+        """Return the micro-batches of a step. Steps in order are ready at once; any other step restarts the thread
+        there."""
         if step != self._next:
             self._start(step)
         batches = self._queue.get()
@@ -73,13 +74,15 @@ class Prefetcher:
         )
         self._thread.start()
 
-    def _run(self, step: int, out: queue.Queue[list[Joined] | BaseException], stop: threading.Event) -> None:
-        batches: list[Joined] | BaseException
+    def _run(self, step: int, out: queue.Queue[list[_HostBatch] | BaseException], stop: threading.Event) -> None:
+        batches: list[_HostBatch] | BaseException
         start, end = self.rows
         while not stop.is_set():
             try:
                 edges, targets = range(start, end, self.micro_batch), self.batches.targets(step)
-                batches = [_joined(self.batches.batch(step, a, min(a + self.micro_batch, end)), targets) for a in edges]
+                batches = [
+                    _host_batch(self.batches.batch(step, a, min(a + self.micro_batch, end)), targets) for a in edges
+                ]
             except BaseException as error:  # noqa: BLE001 (raised again by take, in the caller's thread)
                 batches = error
             while not stop.is_set():
@@ -92,7 +95,7 @@ class Prefetcher:
                 return
             step += 1
 
-    def _upload(self, joined: Joined) -> MicroBatch:
+    def _upload(self, joined: _HostBatch) -> MicroBatch:
         both = torch.from_numpy(joined[0])
         if self.pin:
             both = both.pin_memory()

@@ -1,11 +1,11 @@
 """The one mixture: `--data NAME=WEIGHT,...` of every training command, and the global batches that it gives.
 
     entries = parse_mixture(("wiki=0.7", "chats.jsonl=0.3"))      # names and weights
-    batches = Batches([(rows, weight), ...], rows_per_step)       # each `rows` is a source of rows: see Rows
+    batches = Batches([(rows, weight), ...], rows_per_step)       # each `rows` is a RowSource
     batches.batch(step, start, stop)                              # rows start .. stop - 1 of the global batch of a step
 
-Text (corpus.TextRows) and packed conversations (pack.ChatRows) are sources of rows; tasks/mixture.py opens the mixtures
-of `mid` and `sft`. A weight is a share of the rows of the run, relative to the other weights.
+Text (corpus.TextRows) and packed conversations (chat/rows.ChatRows) are sources of rows; tasks/mixture.py opens the
+mixtures of `mid` and `sft`. A weight is a share of the rows of the run, relative to the other weights.
 
 The global batch of step s is a pure function of (data, seed, s): ranks take slices of it, and a resumed run, on any
 number of devices, needs nothing but the step.
@@ -38,7 +38,7 @@ class _Entry(NamedTuple):
 
 
 def parse_entry(text: str, *, signed: bool = False) -> _Entry:
-    """`NAME` or `NAME=WEIGHT`; the name of a file that is there may itself contain `=`. A `signed` weight may be
+    """Parse `NAME` or `NAME=WEIGHT`; the name of an existing file may itself contain `=`. A `signed` weight may be
     negative, as that of a penalty."""
     name, equals, number = text.rpartition("=")
     if not equals or Path(text).exists():
@@ -53,19 +53,19 @@ def parse_entry(text: str, *, signed: bool = False) -> _Entry:
 
 
 def parse_mixture(data: Sequence[str | Path]) -> list[_Entry]:
-    """All entries, weighted or not. A folder that `data prepare --weights` wrote stands for its corpora."""
+    """Parse all entries, weighted or not. A folder that `data prepare --weights` wrote stands for its corpora."""
     entries: list[_Entry] = []
     for text in data:
         name, weight = parse_entry(str(text))
-        listed = Path(name) / MIXTURE
-        if not listed.is_file():
+        manifest = Path(name) / MIXTURE
+        if not manifest.is_file():
             entries.append(_Entry(name, weight))
             continue
-        corpora = json.loads(listed.read_text(encoding="utf-8"))["corpora"]
-        total = sum(one["weight"] for one in corpora)
-        for one in corpora:
-            share = one["weight"] if weight is None else one["weight"] * weight / total
-            entries.append(_Entry(str(Path(name) / one["folder"]), float(share)))
+        corpora = json.loads(manifest.read_text(encoding="utf-8"))["corpora"]
+        total = sum(corpus["weight"] for corpus in corpora)
+        for corpus in corpora:
+            share = corpus["weight"] if weight is None else corpus["weight"] * weight / total
+            entries.append(_Entry(str(Path(name) / corpus["folder"]), float(share)))
     if len({weight is None for _, weight in entries}) > 1:
         raise UserError("give every entry of --data a weight, or none: --data chats.jsonl=0.7,corpus=0.3")
     return entries
@@ -78,7 +78,7 @@ def write_mixture(folder: Path, corpora: Sequence[tuple[str, float]]) -> None:
 
 
 def entry_text(name: str, weight: float | None) -> str:
-    """An entry of --data; its weight is read back as it was."""
+    """Write an entry of --data; its weight is read back as it was."""
     if weight is None:
         return name
     short = f"{weight:g}"
@@ -86,7 +86,7 @@ def entry_text(name: str, weight: float | None) -> str:
 
 
 def absolute(data: Sequence[str]) -> tuple[str, ...]:
-    """The same entries, with files and folders that are found from any directory; other names stay as they are."""
+    """Make the paths of files and folders absolute, so that they are found from any directory; other names stay."""
     entries = []
     for name, weight in map(parse_entry, data):
         name = str(Path(name).absolute()) if Path(name).exists() else name
@@ -95,13 +95,14 @@ def absolute(data: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
-    """Whether this share of a source is kept for validation: decided by a hash of the row's own content, so that it
-    depends neither on the order nor on the other rows. Must never change: a resumed run would train on what it was
-    validated on. (Of text, `data prepare` sets documents aside when it writes the folder: shards.is_validation.)"""
+    """True for the share of a source that is held out for validation: decided by a hash of the row's own content, so
+    that it depends neither on the order nor on the other rows. Must never change: a resumed run would train on what
+    it was validated on. (Of text, `data prepare` sets documents aside when it writes the folder:
+    prepare.is_validation.)"""
     return int(hashlib.sha256(content).hexdigest()[:8], 16) < fraction * 2**32
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """A source of rows of `seq_len` tokens. Its rows 0 .. per_epoch - 1 are epoch 0, the next `per_epoch` are epoch 1,
     and so on: a pure function of (data, seed)."""
 
@@ -110,23 +111,23 @@ class Rows(Protocol):
 
     @property
     def identity(self) -> bytes | memoryview:
-        """What stands for the content of this source in the fingerprint of a mixture."""
+        """Bytes that stand for the content of this source in the fingerprint of a mixture."""
 
     def fill(
         self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Write rows `number`, `number` + 1 ... into two arrays (n, T); targets are IGNORE where nothing is learnt.
-        Returns the lengths of all segments, those of a row sum to T, and how many of them each row has."""
+        Returns the lengths of all segments, which sum to T in each row, and the number of segments of each row."""
 
     def targets(self, start: int, stop: int) -> int:
-        """How many targets that are not IGNORE the rows start .. stop - 1 have."""
+        """Number of targets in the rows start .. stop - 1 that are not IGNORE."""
 
 
-WeightedRows = tuple[Rows, float]
+WeightedRows = tuple[RowSource, float]
 
 
 def fingerprint(sources: Sequence[WeightedRows]) -> str:
-    """Of the content of all sources. The weights are not in it: a checkpoint keeps them beside it."""
+    """Hash of the content of all sources. The weights are not in it: a checkpoint keeps them beside it."""
     digest = hashlib.sha256()
     for rows, _ in sources:
         digest.update(rows.identity)
@@ -134,11 +135,11 @@ def fingerprint(sources: Sequence[WeightedRows]) -> str:
 
 
 def shares(weights: Sequence[float]) -> list[Fraction]:
-    """What each source takes of the rows that the sources before it left over; exact, so exact for any step."""
-    left, parts = sum(map(Fraction, weights)), []
+    """Share that each source takes of the rows left over by the sources before it; exact, so exact for any step."""
+    remaining, parts = sum(map(Fraction, weights)), []
     for weight in map(Fraction, weights):
-        parts.append(weight / left)
-        left -= weight
+        parts.append(weight / remaining)
+        remaining -= weight
     return parts
 
 
@@ -152,12 +153,12 @@ class Batch:
 
 
 def locate(shares: Sequence[Fraction], number: int) -> tuple[int, int]:
-    """Row `number` of a mixture -> (which source, which of its rows)."""
+    """Find row `number` of a mixture: (index of the source, row of that source)."""
     for which, share in enumerate(shares):
-        taken = number * share.numerator // share.denominator
-        if (number + 1) * share.numerator // share.denominator > taken:
-            return which, taken
-        number -= taken
+        before = number * share.numerator // share.denominator
+        if (number + 1) * share.numerator // share.denominator > before:
+            return which, before
+        number -= before
     raise AssertionError("the last source takes every row that is left")
 
 
@@ -172,26 +173,26 @@ class Batches:
         self._shares = shares([weight for _, weight in sources])
 
     def counts(self, rows: int) -> list[int]:
-        """How many of the first `rows` rows of the run come from each source."""
+        """Number of the first `rows` rows of the run that come from each source."""
         counts = []
         for share in self._shares:
-            taken = rows * share.numerator // share.denominator
-            counts.append(taken)
-            rows -= taken
+            count = rows * share.numerator // share.denominator
+            counts.append(count)
+            rows -= count
         return counts
 
     def targets(self, step: int) -> int:
-        """How many targets the global batch of a step has; padding and what is not learnt have none."""
+        """Number of targets in the global batch of a step; padding and what is not learnt have none."""
         begin = step * self.rows_per_step
         spans = zip(self.rows, self.counts(begin), self.counts(begin + self.rows_per_step))
         return sum(rows.targets(start, stop) for rows, start, stop in spans)
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Row `number` of the run -> (which source, which of its rows)."""
+        """Find row `number` of the run: (index of the source, row of that source)."""
         return locate(self._shares, number)
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
-        """Rows [start, stop) of the global batch of a step."""
+        """Gather rows [start, stop) of the global batch of a step."""
         stop = self.rows_per_step if stop is None else stop
         if not 0 <= start <= stop <= self.rows_per_step:
             raise ValueError(f"rows {start}..{stop} are not within a batch of {self.rows_per_step}")
@@ -202,11 +203,11 @@ class Batches:
         which = np.array([source for source, _ in places], dtype=np.int64)
         lengths, row_of = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for source in np.unique(which).tolist():
-            mine = np.flatnonzero(which == source)  # consecutive rows of that source
-            part = np.empty((2, len(mine), self.seq_len), dtype=np.int64)
-            its_lengths, counts = self.rows[source].fill(places[mine[0]][1], part[0], part[1])
-            inputs[mine], targets[mine] = part
-            lengths.append(its_lengths)
-            row_of.append(np.repeat(mine, counts))
+            at = np.flatnonzero(which == source)  # rows of this batch; consecutive rows of that source
+            part = np.empty((2, len(at), self.seq_len), dtype=np.int64)
+            part_lengths, counts = self.rows[source].fill(places[at[0]][1], part[0], part[1])
+            inputs[at], targets[at] = part
+            lengths.append(part_lengths)
+            row_of.append(np.repeat(at, counts))
         by_row = np.argsort(np.concatenate(row_of), kind="stable")
         return Batch(inputs, targets, np.concatenate(lengths)[by_row].astype(np.int32))

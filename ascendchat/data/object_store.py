@@ -5,8 +5,8 @@
     store.fetch([(tokens, 5, 900), ...])                          # the same blocks, many at a time
 
 A block (256 KiB) is compared with its checksum in the manifest when it arrives and whenever it is read from the local
-cache, which all processes of a machine share. Of a file without checksums of its blocks (prepared by an older version),
-the whole is one block, compared with the file's sha256.
+cache, which all processes of a machine share. A file without checksums of its blocks (prepared by an older version) is
+one block, compared with the file's sha256.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from numpy.typing import NDArray
 from ascendchat.data.fetch.http import redact
 from ascendchat.errors import UserError, home
 
-BLOCK = 1 << 18  # bytes that are read at once; a multiple of every token's size
-SUM = 16  # hex digits of the checksum of a block
-HELD = 256  # blocks that a process keeps in memory
-TOGETHER = 16  # reads under way at once
-TRIES = 4
+BLOCK_BYTES = 1 << 18  # bytes that are read at once; a multiple of every token's size
+CHECKSUM_DIGITS = 16  # hex digits, of a block
+MAX_BLOCKS_IN_MEMORY = 256  # per process
+MAX_CONCURRENT_READS = 16
+MAX_ATTEMPTS = 4
 CACHE_VARIABLE = "ASCENDCHAT_DATA_CACHE_GB"
-CACHE_GB = 50.0
+DEFAULT_CACHE_GB = 50.0
 
 
 def is_remote(name: str | Path) -> bool:
-    """Whether an entry of --data is an address: s3://..., obs://..., memory://..."""
+    """True if an entry of --data is an address: s3://..., obs://..., memory://..."""
     return "://" in str(name)
 
 
-def block_sums(data: bytes) -> str:
-    """The checksums of a file's blocks, one after the other, as the manifest keeps them."""
-    return "".join(_sum(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK))
+def block_checksums(data: bytes) -> str:
+    """Checksums of a file's blocks, one after the other, as the manifest stores them."""
+    return "".join(_checksum(data[begin : begin + BLOCK_BYTES]) for begin in range(0, len(data), BLOCK_BYTES))
 
 
-def _sum(block: bytes) -> str:
-    return hashlib.blake2b(block, digest_size=SUM // 2).hexdigest()
+def _checksum(block: bytes) -> str:
+    return hashlib.blake2b(block, digest_size=CHECKSUM_DIGITS // 2).hexdigest()
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """(file system, path in it) of fsspec."""
+    """Open an address with fsspec: (file system, path in it)."""
     if urlsplit(url).password is not None:
         raise UserError(
             f"{redact(url)} has a password in it, which every record of the run would keep; leave it out and give it "
@@ -72,22 +72,22 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def read_remote(url: str, name: str) -> bytes | None:
-    """A small file of a folder in a store; None when it is not there."""
+    """Read a small file of a folder in a store; None when it is not there."""
     fs, root = _open(url)
     return _read(fs, f"{root}/{name}", url, None)
 
 
 def _read(fs: Any, path: str, url: str, part: tuple[int, int] | None) -> bytes | None:
-    """A file, or bytes begin .. end - 1 of it, tried again when the network fails; None when it is not there."""
+    """Read a file, or bytes begin .. end - 1 of it, and retry when the network fails; None when it is not there."""
     begin, end = part or (None, None)
-    for attempt in range(TRIES):
+    for attempt in range(MAX_ATTEMPTS):
         try:
             return bytes(fs.cat_file(path, start=begin, end=end))
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001 (each store has errors of its own, such as NoCredentialsError)
             passing = isinstance(error, (OSError, TimeoutError)) and not isinstance(error, PermissionError)
-            if attempt + 1 == TRIES or not passing:
+            if attempt + 1 == MAX_ATTEMPTS or not passing:
                 raise UserError(
                     f"{path} of {url} cannot be read: {error or type(error).__name__}; check the address and the "
                     "credentials that the store wants, then run the same command again"
@@ -104,7 +104,7 @@ class _Key(NamedTuple):
 
 
 class _RemoteArray:
-    """Numbers of a remote file; only what is asked for is read."""
+    """A remote file as an array of numbers; a slice reads only the blocks that hold it."""
 
     def __init__(self, store: Store, name: str, dtype: np.dtype[Any]) -> None:
         self.store, self.name, self.dtype = store, name, dtype
@@ -118,13 +118,13 @@ class _RemoteArray:
         return np.frombuffer(self.store.read(self.name, begin * size, end * size), dtype=self.dtype)
 
 
-class Cache:
-    """Blocks on the local disk, at most `limit` bytes, and at most half of what is free there, which checkpoints need
-    too: the blocks that were not used for longest go first."""
+class BlockCache:
+    """Blocks on the local disk, at most `limit` bytes and at most half of the free space, which checkpoints need too;
+    least recently used blocks are evicted first."""
 
     def __init__(self, folder: Path, limit: float) -> None:
         self.folder, self.limit, self._lock = folder, limit, threading.Lock()
-        self._grown = limit  # look at what is there before the first block is added
+        self._grown = limit  # bytes added since the last scan; so much that the first block starts one
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, key: str) -> bytes | None:
@@ -137,8 +137,8 @@ class Cache:
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        """Not flushed to the disk: a block that was damaged is noticed by its checksum. A full disk stops nobody: the
-        block is read from the store again."""
+        """Write a block without flushing it to the disk: a damaged one is noticed by its checksum. A full disk is no
+        error: the block is read from the store again."""
         beside = self.folder / f".{key}.{os.getpid()}.{threading.get_ident()}.tmp"
         try:
             beside.write_bytes(data)
@@ -147,23 +147,24 @@ class Cache:
             beside.unlink(missing_ok=True)
         with self._lock:
             self._grown += len(data)
-            if self._grown < self.limit / 16:  # other processes add blocks too: look again from time to time
+            if self._grown < self.limit / 16:  # a scan costs a stat per block; other processes add blocks too
                 return
             self._grown = 0
             self._shrink(keep=key)
 
     def _shrink(self, keep: str) -> None:
-        there = []
+        """Evict the least recently used blocks, but never the one that was just written."""
+        blocks = []
         for entry in os.scandir(self.folder):
             try:
                 about = entry.stat()
             except FileNotFoundError:
                 continue
-            there.append((about.st_mtime, about.st_size, entry.name))
-        total = sum(size for _, size, _ in there)
+            blocks.append((about.st_mtime, about.st_size, entry.name))
+        total = sum(size for _, size, _ in blocks)
         self.limit = min(self.limit, (total + shutil.disk_usage(self.folder).free) / 2)
-        for _, size, name in sorted(there):
-            if total <= self.limit * 15 / 16:
+        for _, size, name in sorted(blocks):  # oldest use first
+            if total <= self.limit * 15 / 16:  # room for the blocks until the next scan
                 break
             if name != keep:
                 (self.folder / name).unlink(missing_ok=True)
@@ -171,10 +172,10 @@ class Cache:
 
 
 def cache_limit() -> float:
-    """Bytes of $ASCENDCHAT_DATA_CACHE_GB."""
+    """Read $ASCENDCHAT_DATA_CACHE_GB, in bytes."""
     text = os.environ.get(CACHE_VARIABLE, "")
     try:
-        limit = float(text or CACHE_GB)
+        limit = float(text or DEFAULT_CACHE_GB)
     except ValueError:
         limit = 0.0
     if not 0 < limit < float("inf"):
@@ -185,34 +186,34 @@ def cache_limit() -> float:
 class Store:
     """The files of a prepared folder in an object store, by the sizes and checksums of its manifest."""
 
-    def __init__(self, url: str, files: Mapping[str, Mapping[str, Any]], cache: Cache | None = None) -> None:
+    def __init__(self, url: str, files: Mapping[str, Mapping[str, Any]], cache: BlockCache | None = None) -> None:
         self.url, self.files = url, files
         self.fs, self.root = _open(url)
-        self.cache = cache or Cache(home() / "data" / ".blocks", cache_limit())
-        self._held: OrderedDict[_Key, bytes] = OrderedDict()
+        self.cache = cache or BlockCache(home() / "data" / ".blocks", cache_limit())
+        self._blocks: OrderedDict[_Key, bytes] = OrderedDict()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(TOGETHER, thread_name_prefix="store")
+        self._pool = ThreadPoolExecutor(MAX_CONCURRENT_READS, thread_name_prefix="store")
 
     def array(self, name: str, dtype: np.dtype[Any]) -> _RemoteArray:
-        """The file as numbers."""
+        """Open a file as an array of numbers."""
         return _RemoteArray(self, name, dtype)
 
     def whole(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """All of a file."""
+        """Read all of a file."""
         return self.array(name, dtype)[:]
 
     def fetch(self, parts: Iterable[tuple[_RemoteArray, int, int]]) -> None:
-        """Bring the blocks of many slices, several at a time; at most as many as stay in memory."""
-        wanted: dict[_Key, None] = {}
+        """Read the blocks of many slices, several at a time; at most as many as stay in memory."""
+        keys: dict[_Key, None] = {}
         for array, begin, end in parts:
             size = array.dtype.itemsize
-            wanted |= dict.fromkeys(self._keys(array.name, begin * size, end * size))
+            keys |= dict.fromkeys(self._keys(array.name, begin * size, end * size))
         with self._lock:
-            missing = [key for key in wanted if key not in self._held][:HELD]
+            missing = [key for key in keys if key not in self._blocks][:MAX_BLOCKS_IN_MEMORY]
         list(self._pool.map(self.block, missing))
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """Bytes begin .. end - 1 of a file."""
+        """Read bytes begin .. end - 1 of a file."""
         if begin >= end:
             return b""
         size = self._block_size(name)
@@ -223,34 +224,34 @@ class Store:
 
     def _block_size(self, name: str) -> int:
         about = self.files[name]
-        return BLOCK if about.get("blocks") else max(1, int(about["bytes"]))
+        return BLOCK_BYTES if about.get("blocks") else max(1, int(about["bytes"]))
 
     def _keys(self, name: str, begin: int, end: int) -> list[_Key]:
         size = self._block_size(name)
         return [_Key(name, number) for number in range(begin // size, -(-end // size))]
 
     def block(self, key: _Key) -> bytes:
-        """One block, from memory, the local cache or the store."""
+        """Get one block, from memory, the local cache or the store."""
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+                return self._blocks[key]
         about = self.files[key.name]
         stored = f"{about['sha256'][:32]}-{key.number}"
         data = self.cache.get(stored)
-        if data is None or not self._right(key, data):
+        if data is None or not self._is_intact(key, data):
             data = self._download(key)
             self.cache.put(stored, data)
         with self._lock:
-            self._held[key] = data
-            while len(self._held) > HELD:
-                self._held.popitem(last=False)
+            self._blocks[key] = data
+            while len(self._blocks) > MAX_BLOCKS_IN_MEMORY:
+                self._blocks.popitem(last=False)
         return data
 
-    def _right(self, key: _Key, data: bytes) -> bool:
-        about, at = self.files[key.name], key.number * SUM
+    def _is_intact(self, key: _Key, data: bytes) -> bool:
+        about, at = self.files[key.name], key.number * CHECKSUM_DIGITS
         if about.get("blocks"):
-            return _sum(data) == about["blocks"][at : at + SUM]
+            return _checksum(data) == about["blocks"][at : at + CHECKSUM_DIGITS]
         return hashlib.sha256(data).hexdigest() == about["sha256"]
 
     def _download(self, key: _Key) -> bytes:
@@ -262,7 +263,7 @@ class Store:
                 raise UserError(
                     f"{self.url} has no {key.name}, which its manifest lists; copy the prepared folder again"
                 )
-            if self._right(key, data):
+            if self._is_intact(key, data):
                 return data
         raise UserError(
             f"{self.url}/{key.name} is damaged: bytes {part[0]} to {part[1]} have another checksum than the manifest; "

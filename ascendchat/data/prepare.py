@@ -1,8 +1,8 @@
 """Documents -> token shards: `ascendchat data prepare --source A.jsonl.xz B/ --tokenizer DIR --out DIR`.
 
 A source file is read in parts of 16 Mi characters; each part is encoded by one process and becomes one shard per
-split (corpus.py says what a shard is, prepare.py how it is written). manifest.json comes last. A run that was killed
-continues where it was and ends with the same bytes; a run with nothing to do does nothing.
+split (corpus.py describes the format of a shard). manifest.json comes last. A run that was killed continues where it
+was and ends with the same bytes; a run with nothing to do does nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data.corpus import FORMAT, TOKEN_DTYPES
 from ascendchat.data.fetch.folder import validation_files
 from ascendchat.data.mixture import MIXTURE, write_mixture
-from ascendchat.data.object_store import block_sums
-from ascendchat.data.read import Tally, file_documents, format_of, source_files
+from ascendchat.data.object_store import block_checksums
+from ascendchat.data.read import ReadCounts, file_documents, format_of, source_files
 from ascendchat.data.verify import MANIFEST
 from ascendchat.errors import UserError, home
 from ascendchat.files import check_folder, sha256, write_atomic
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # parts of a source are there, `progress/SOURCE.json` says how many. Names and bytes depend only on the source's
 # content, the tokenizer and the settings, so a part that has its record is never made again.
 
-PART = 16 << 20  # characters of text per shard
+DEFAULT_PART_CHARS = 16 << 20  # characters of text per shard
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,21 @@ class _SourceFile:
 
 
 def is_validation(text: bytes, fraction: float) -> bool:
-    """Whether a document belongs to the validation split."""
+    """True if a document belongs to the validation split."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") < fraction * 2.0**64
 
 
 def split_into_parts(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Groups of documents of at least `size` characters (the last may have fewer)."""
-    held, characters = [], 0
+    """Group documents into parts of at least `size` characters (the last may have fewer)."""
+    part, characters = [], 0
     for text in texts:
-        held.append(text)
+        part.append(text)
         characters += len(text)
         if characters >= size:
-            yield held
-            held, characters = [], 0
-    if held:
-        yield held
+            yield part
+            part, characters = [], 0
+    if part:
+        yield part
 
 
 def _write(path: Path, data: bytes) -> dict[str, Any]:
@@ -86,10 +86,10 @@ def _write(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: Sequence[int], bos: int) -> dict[str, Any]:
-    """Write one shard; returns what the manifest says of its two files. `tokens` begins each document with bos."""
+    """Write one shard; returns the manifest's entries for its two files. `tokens` begins each document with bos."""
     closed = np.append(tokens, tokens.dtype.type(bos)).tobytes()
     return {
-        f"{name}.tokens": {**_write(folder / f"{name}.tokens", closed), "blocks": block_sums(closed)},
+        f"{name}.tokens": {**_write(folder / f"{name}.tokens", closed), "blocks": block_checksums(closed)},
         f"{name}.lengths": _write(folder / f"{name}.lengths", np.asarray(lengths, dtype="<u4").tobytes()),
     }
 
@@ -97,15 +97,15 @@ def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: Sequence[i
 def encode_part(tokenizer: Tokenizer, out: Path, source: _SourceFile, number: int, texts: list[str]) -> dict[str, Any]:
     """Encode the documents of one part, write its shards and then its record."""
     dtype = TOKEN_DTYPES[dtype_for(tokenizer.vocab_size)]
-    held: dict[str, list[np.ndarray]] = {"train": [], "val": []}
+    tokens: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     text_bytes = {"train": 0, "val": 0}
     for text in texts:
         raw = text.encode()
         split = "val" if is_validation(raw, source.val_fraction) else "train"
-        held[split].append(np.array([tokenizer.bos, *tokenizer.encode(text)], dtype=dtype))
+        tokens[split].append(np.array([tokenizer.bos, *tokenizer.encode(text)], dtype=dtype))
         text_bytes[split] += len(raw)
     record: dict[str, Any] = {"splits": {}, "files": {}}
-    for split, pieces in held.items():
+    for split, pieces in tokens.items():
         if pieces:
             name = f"{split}-{source.key}-{number:05d}"
             lengths = [len(piece) for piece in pieces]
@@ -117,7 +117,7 @@ def encode_part(tokenizer: Tokenizer, out: Path, source: _SourceFile, number: in
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The smallest type that holds every token id."""
+    """Name of the smallest dtype that holds every token id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
@@ -126,7 +126,7 @@ def record_path(out: Path, source: _SourceFile, number: int | None = None) -> Pa
 
 
 def load_record(out: Path, path: Path) -> dict[str, Any] | None:
-    """A record whose files are all there with the right size; otherwise the part is made again."""
+    """Load a record, if its files are all there with the right size; None makes the part be written again."""
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         right = all((out / name).stat().st_size == about["bytes"] for name, about in record.get("files", {}).items())
@@ -135,12 +135,12 @@ def load_record(out: Path, path: Path) -> dict[str, Any] | None:
     return record if right else None
 
 
-def record_finished(out: Path, source: _SourceFile, parts: int, tally: Tally) -> None:
-    write_atomic(record_path(out, source), json.dumps({"parts": parts, **asdict(tally)}))
+def record_finished(out: Path, source: _SourceFile, parts: int, counts: ReadCounts) -> None:
+    write_atomic(record_path(out, source), json.dumps({"parts": parts, **asdict(counts)}))
 
 
 def finished_records(out: Path, source: _SourceFile) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """The records of a source and of its parts if all are there."""
+    """Load the records of a source and of its parts, if all are there."""
     done = load_record(out, record_path(out, source))
     if done is None:
         return None
@@ -149,21 +149,21 @@ def finished_records(out: Path, source: _SourceFile) -> tuple[dict[str, Any], li
 
 
 TOYWORLD = "toyworld"
-VAL_FRACTION = 0.01  # kept for validation where nobody says
+DEFAULT_VAL_FRACTION = 0.01  # of the documents
 # Names of our files, finished or left half-written: shards, and records in progress/.
 SHARD = re.compile(r"\.?(train|val)-[0-9a-f]{16}-\d{5,}\.(tokens|lengths)(\.\d+\.tmp)?")
 RECORD = re.compile(r"\.?([0-9a-f]{16}(-\d{5,})?|sources)\.json(\.\d+\.tmp)?")
 
 
-def _read(source: _SourceFile, tally: Tally) -> Iterator[str]:
+def _read(source: _SourceFile, counts: ReadCounts) -> Iterator[str]:
     if source.path.startswith(TOYWORLD + "/"):
         from ascendchat.data import toyworld
 
         for text in toyworld.documents(source.path.split("/")[1]):
-            tally.documents += 1
+            counts.documents += 1
             yield text
     else:
-        yield from file_documents(Path(source.path), source.field, tally)
+        yield from file_documents(Path(source.path), source.field, counts)
 
 
 # In a worker: the tokenizer is loaded once, and the process ends when its parent has ended.
@@ -189,12 +189,12 @@ def _work_part(source: _SourceFile, number: int, texts: list[str]) -> None:
 
 
 def _work_source(source: _SourceFile) -> None:
-    """A whole file in one worker: read, encode, record."""
-    tally, number = Tally(), -1
-    for number, texts in enumerate(split_into_parts(_read(source, tally), source.part)):
+    """Prepare a whole file in one worker: read, encode, record."""
+    counts, number = ReadCounts(), -1
+    for number, texts in enumerate(split_into_parts(_read(source, counts), source.part)):
         if load_record(_worker["out"], record_path(_worker["out"], source, number)) is None:
             _work_part(source, number, texts)
-    record_finished(_worker["out"], source, number + 1, tally)
+    record_finished(_worker["out"], source, number + 1, counts)
 
 
 def encode_all(sources: Sequence[_SourceFile], out: Path, tokenizer: str, workers: int) -> None:
@@ -234,38 +234,38 @@ def _parts(pool: ProcessPoolExecutor, pending: Sequence[_SourceFile], out: Path,
     running: dict[Future[None], _SourceFile] = {}
     unread = {source.key for source in pending}
 
-    def settle(most: int) -> None:
-        while len(running) > most:
+    def settle(limit: int) -> None:
+        while len(running) > limit:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 future.result()
                 del running[future]
 
-    ended: dict[str, tuple[_SourceFile, int, Tally]] = {}
+    finished: dict[str, tuple[_SourceFile, int, ReadCounts]] = {}
     for source in pending:
-        tally, number = Tally(), -1
-        for number, texts in enumerate(split_into_parts(_read(source, tally), source.part)):
+        counts, number = ReadCounts(), -1
+        for number, texts in enumerate(split_into_parts(_read(source, counts), source.part)):
             if load_record(out, record_path(out, source, number)) is None:
                 settle(workers)
                 running[pool.submit(_work_part, source, number, texts)] = source
         unread.discard(source.key)
-        ended[source.key] = (source, number + 1, tally)
+        finished[source.key] = (source, number + 1, counts)
         if not unread:
             settle(0)
         busy = {source.key for source in running.values()}
-        for key in [key for key in ended if key not in busy]:
-            one, parts, its_tally = ended.pop(key)
-            record_finished(out, one, parts, its_tally)
-            yield one
+        for key in [key for key in finished if key not in busy]:
+            finished_source, parts, counts_of_one = finished.pop(key)
+            record_finished(out, finished_source, parts, counts_of_one)
+            yield finished_source
 
 
-def _identity(path: Path, known: dict[str, Any]) -> str:
-    """sha256 of a source file; remembered by path, size and time of change, so that a second run need not read it."""
+def _identity(path: Path, cache: dict[str, Any]) -> str:
+    """sha256 of a source file; cached by path, size and time of change, so that a second run need not read it."""
     stat = path.stat()
     stamp = [stat.st_size, stat.st_mtime_ns]
-    before = known.get(str(path.resolve()))
-    if before is None or before["stamp"] != stamp:
-        known[str(path.resolve())] = {"stamp": stamp, "sha256": sha256(path)}
-    return str(known[str(path.resolve())]["sha256"])
+    cached = cache.get(str(path.resolve()))
+    if cached is None or cached["stamp"] != stamp:
+        cache[str(path.resolve())] = {"stamp": stamp, "sha256": sha256(path)}
+    return str(cache[str(path.resolve())]["sha256"])
 
 
 def _key(*facts: object) -> str:
@@ -273,7 +273,7 @@ def _key(*facts: object) -> str:
 
 
 def find_sources(
-    given: Sequence[str],
+    names: Sequence[str],
     field: str,
     val_fraction: float | None,
     part: int,
@@ -281,16 +281,17 @@ def find_sources(
     out: Path,
     leave_out: Sequence[Path] = (),
 ) -> list[_SourceFile]:
-    """The files behind the names a user gave; `tokenizer` is its fingerprint, `leave_out` folders are not searched. A
-    set's own validation file is not trained on: it validates, unless nothing here does (`val_fraction` is 0)."""
-    remembered = out / "progress" / "sources.json"
-    known: dict[str, Any] = {}
+    """List the files behind the names a user gave; `tokenizer` is its fingerprint, `leave_out` folders are not
+    searched. A set's own validation file is not trained on: it validates, unless nothing here does (`val_fraction`
+    is 0)."""
+    checksums_path = out / "progress" / "sources.json"
+    checksums: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        known = json.loads(remembered.read_text(encoding="utf-8"))
+        checksums = json.loads(checksums_path.read_text(encoding="utf-8"))
     sources: list[_SourceFile] = []
-    for name in given:
+    for name in names:
         if name == TOYWORLD:  # it has its own splits
-            share = VAL_FRACTION if val_fraction is None else val_fraction
+            share = DEFAULT_VAL_FRACTION if val_fraction is None else val_fraction
             splits = [("train", 0.0)] * (share < 1) + [("validation", 1.0)] * (share > 0)
             for split, fraction in splits:
                 content = _toyworld_content(split)
@@ -300,34 +301,34 @@ def find_sources(
         fetched = home() / "data" / name.replace("/", "--")  # as data fetch names it
         path = fetched if not Path(name).exists() and fetched.is_dir() else Path(name)
         files = source_files([path], leave_out)
-        held = set() if path in files else validation_files(files)  # one that is named is what it is named for
-        usual = 0.0 if held else VAL_FRACTION
+        held_out = set() if path in files else validation_files(files)  # a file named by the user is trained on
+        default = 0.0 if held_out else DEFAULT_VAL_FRACTION
         for file in files:
-            share = 1.0 if file in held else usual if val_fraction is None else val_fraction
-            if file in held:
+            share = 1.0 if file in held_out else default if val_fraction is None else val_fraction
+            if file in held_out:
                 print(f"{file} is for validation only: {'left out' if val_fraction == 0 else 'not trained on'}")
-            if file in held and val_fraction == 0:
+            if file in held_out and val_fraction == 0:
                 continue
-            content = _identity(file, known)
+            content = _identity(file, checksums)
             key = _key(content, format_of(file.name), field, share, part, tokenizer)
             sources.append(_SourceFile(str(file), content, key, field, share, part))
-    write_atomic(remembered, json.dumps(known))
+    write_atomic(checksums_path, json.dumps(checksums))
     return sources
 
 
-def _without_copies(sources: Sequence[_SourceFile], given: Sequence[str]) -> list[_SourceFile]:
-    """Of sources with the same content one; what validates rather than what trains. Two that the user named are a
-    mistake, others (empty parts of a folder, say) are said to be left out."""
-    named = Counter(str(Path(name)) for name in given)
-    seen: dict[str, _SourceFile] = {}
-    kept, copies = set[int](), list[_SourceFile]()
+def _without_copies(sources: Sequence[_SourceFile], names: Sequence[str]) -> list[_SourceFile]:
+    """Drop sources with the same content as another; one that validates stays rather than one that trains. Two that the
+    user named are an error; others (empty parts of a folder, say) are dropped with a line."""
+    times_named = Counter(str(Path(name)) for name in names)
+    first_with: dict[str, _SourceFile] = {}
+    kept_numbers, copies = set[int](), list[_SourceFile]()
     for number, source in sorted(enumerate(sources), key=lambda entry: entry[1].val_fraction < 1):
-        other = seen.setdefault(source.content, source)
+        other = first_with.setdefault(source.content, source)
         if other is source:
-            kept.add(number)
+            kept_numbers.add(number)
             continue
         paths = [TOYWORLD if path.startswith(TOYWORLD + "/") else path for path in (source.path, other.path)]
-        if all(named[path] >= paths.count(path) for path in paths):
+        if all(times_named[path] >= paths.count(path) for path in paths):
             raise UserError(
                 f"{source.path} and {other.path} have the same content; name it once (a source that shall "
                 "count more gets a greater weight: --weights)"
@@ -335,8 +336,8 @@ def _without_copies(sources: Sequence[_SourceFile], given: Sequence[str]) -> lis
         copies.append(source)
     if copies:
         first, more = copies[0], f" and {len(copies) - 1} more" if len(copies) > 1 else ""
-        print(f"left out: {first.path} (the same content as {seen[first.content].path}){more}")
-    return [source for number, source in enumerate(sources) if number in kept]
+        print(f"left out: {first.path} (the same content as {first_with[first.content].path}){more}")
+    return [source for number, source in enumerate(sources) if number in kept_numbers]
 
 
 def _toyworld_content(split: str) -> str:
@@ -349,7 +350,7 @@ def _toyworld_content(split: str) -> str:
 
 
 def build_manifest(sources: Sequence[_SourceFile], out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The manifest of a folder whose sources are all finished."""
+    """Build the manifest of a folder whose sources are all finished."""
     splits: dict[str, Any] = {
         name: {"documents": 0, "tokens": 0, "text_bytes": 0, "parts": []} for name in ("train", "val")
     }
@@ -381,18 +382,18 @@ def build_manifest(sources: Sequence[_SourceFile], out: Path, tokenizer: Tokeniz
 def _tidy(out: Path, sources: Sequence[_SourceFile], manifest: dict[str, Any]) -> None:
     """Remove shards and records that the new manifest does not name: earlier sources, tokenizers or settings. Only
     files with the names that we give are touched."""
-    kept = {"sources", *(source.key for source in sources)}
+    current_keys = {"sources", *(source.key for source in sources)}
     for path in out.iterdir():
         if SHARD.fullmatch(path.name) and path.name not in manifest["files"] and path.is_file():
             path.unlink()
     for path in (out / "progress").iterdir():
-        stale = path.name.endswith(".tmp") or re.split(r"[-.]", path.name)[0] not in kept
+        stale = path.name.endswith(".tmp") or re.split(r"[-.]", path.name)[0] not in current_keys
         if stale and RECORD.fullmatch(path.name) and path.is_file():
             path.unlink()
 
 
 def _name_dropped(out: Path, before: str, manifest: dict[str, Any]) -> None:
-    """Name the sources of the old manifest that the new one does not have; their shards will be removed."""
+    """Print the sources of the old manifest that the new one does not have; their shards will be removed."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         names = {source["name"] for source in json.loads(before)["sources"]}
         for name in sorted(names - {source["name"] for source in manifest["sources"]}):
@@ -401,13 +402,13 @@ def _name_dropped(out: Path, before: str, manifest: dict[str, Any]) -> None:
 
 def _refuse_foreign(out: Path) -> None:
     """Refuse a folder where our manifest or records would replace files that are not ours."""
-    forms = {MANIFEST: "splits", MIXTURE: "corpora", "progress/sources.json": None}
+    required_keys = {MANIFEST: "splits", MIXTURE: "corpora", "progress/sources.json": None}
     foreign = [out / "progress"] if (out / "progress").is_file() else []
-    for name, needed in forms.items():
+    for name, required in required_keys.items():
         with contextlib.suppress(OSError, ValueError):  # none, or a damaged one, which is made anew
             content = json.loads((out / name).read_text(encoding="utf-8"))
-            ours = isinstance(content, dict) and (needed is None or needed in content)
-            if ours and needed is None:
+            ours = isinstance(content, dict) and (required is None or required in content)
+            if ours and required is None:
                 ours = all(
                     isinstance(about, dict) and {"stamp", "sha256"} <= about.keys() for about in content.values()
                 )
@@ -421,7 +422,7 @@ def _refuse_foreign(out: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Only one `data prepare` writes into a folder at a time."""
+    """Lock the folder: only one `data prepare` writes into it at a time."""
     check_folder(out)
     _refuse_foreign(out)
     (out / "progress").mkdir(parents=True, exist_ok=True)
@@ -442,7 +443,7 @@ def prepare(
     val_fraction: float | None = None,
     val_given: Sequence[str] = (),
     workers: int | None = None,
-    part: int = PART,
+    part: int = DEFAULT_PART_CHARS,
     leave_out: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Prepare sources into one folder; returns its manifest. The folder then holds these sources and no others. Our own
@@ -472,23 +473,25 @@ def prepare(
 
 
 def run(config: DataPrepareConfig) -> int:
-    """The command `ascendchat data prepare`."""
-    given = [*config.source, *config.paths]
-    if config.out and any(Path(name).is_dir() and Path(name).resolve() == Path(config.out).resolve() for name in given):
+    """Run `ascendchat data prepare`."""
+    sources = [*config.source, *config.paths]
+    if config.out and any(
+        Path(name).is_dir() and Path(name).resolve() == Path(config.out).resolve() for name in sources
+    ):
         raise UserError(f"{config.out} is a source and --out at once; give the output a folder of its own")
-    if not given:
+    if not sources:
         raise UserError("name what to prepare: ascendchat data prepare --source FILES --tokenizer DIR --out DIR")
-    if config.weights and len(config.weights) != len(given):
-        raise UserError(f"{len(config.weights)} weights for {len(given)} sources; give one per source")
+    if config.weights and len(config.weights) != len(sources):
+        raise UserError(f"{len(config.weights)} weights for {len(sources)} sources; give one per source")
     tokenizer = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
     out = Path(config.out) if config.out else home() / "data" / "prepared"
     if not config.weights:
-        _report(out, prepare(given, tokenizer, out, **_settings(config, out, first=True)))
+        _report(out, prepare(sources, tokenizer, out, **_settings(config, out, first=True)))
         (out / MIXTURE).unlink(missing_ok=True)
         return 0
     _refuse_foreign(out)
     corpora = []
-    for number, (name, weight) in enumerate(zip(given, config.weights)):
+    for number, (name, weight) in enumerate(zip(sources, config.weights)):
         folder = f"{number:02d}-{re.sub(r'[^A-Za-z0-9]+', '-', Path(name).name).strip('-') or 'source'}"
         _report(out / folder, prepare([name], tokenizer, out / folder, **_settings(config, out, first=number == 0)))
         corpora.append((folder, weight))
@@ -497,7 +500,7 @@ def run(config: DataPrepareConfig) -> int:
 
 
 def _settings(config: DataPrepareConfig, out: Path, first: bool) -> dict[str, Any]:
-    """With weights, validation files belong to the first corpus; nothing is then taken from the others."""
+    """Keyword arguments of `prepare`. With weights, validation files belong to the first corpus only."""
     return {
         "field": config.field,
         "val_fraction": 0.0 if config.val_source else config.val_fraction,

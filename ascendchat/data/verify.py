@@ -1,4 +1,4 @@
-"""Compares everything stored with its manifest: data sets, prepared corpora, tokenizers, checkpoints.
+"""Compare everything stored with its manifest: data sets, prepared corpora, tokenizers, checkpoints.
 
     ascendchat data verify                 # all of $ASCENDCHAT_HOME
     ascendchat data verify climbmix gsm8k  # these only; a path of a folder works too
@@ -24,12 +24,12 @@ from ascendchat.errors import UserError, home, nearest
 from ascendchat.files import sha256, write_atomic
 
 MANIFEST = "manifest.json"
-SPEED = 400e6  # bytes per second of sha256, to judge what fits before a deadline
+HASH_BYTES_PER_SECOND = 400e6  # of sha256, to estimate what can be hashed before a deadline
 
 
 @dataclass(frozen=True)
 class _Fault:
-    """A file that is not what the manifest says, and the command that mends it."""
+    """A file that differs from the manifest, and the command that mends it."""
 
     file: Path
     what: str
@@ -37,8 +37,8 @@ class _Fault:
 
 
 @dataclass
-class _Verdict:
-    """The result of comparing one folder with its manifest."""
+class _FolderResult:
+    """Result of comparing one folder with its manifest."""
 
     folder: Path
     files: int = 0
@@ -48,7 +48,7 @@ class _Verdict:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder, {} when there is none; a broken one raises ValueError."""
+    """Read the manifest of a folder, {} when there is none; a broken one raises ValueError."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def remedy(folder: Path, manifest: dict[str, Any]) -> str:
-    """The command that brings a damaged folder back."""
+    """The command that restores a damaged folder."""
     if isinstance(command := manifest.get("mend"), str):
         return command
     where = folder.resolve()
@@ -79,7 +79,7 @@ def remedy(folder: Path, manifest: dict[str, Any]) -> str:
 
 
 def _compare(folder: Path, name: str, entry: dict[str, Any], deadline: float | None) -> tuple[int, bool, str]:
-    """One file: (bytes on disk, was it hashed, what is wrong)."""
+    """Compare one file with its entry: (bytes on disk, was it hashed, what is wrong)."""
     path = folder / name
     try:
         actual = path.stat().st_size
@@ -87,7 +87,7 @@ def _compare(folder: Path, name: str, entry: dict[str, Any], deadline: float | N
             return 0, False, "is not a file"
         if actual != int(entry["bytes"]):
             return actual, False, f"{actual} bytes, expected {entry['bytes']}"
-        if deadline is not None and time.monotonic() + actual / SPEED > deadline:
+        if deadline is not None and time.monotonic() + actual / HASH_BYTES_PER_SECOND > deadline:
             return actual, False, ""
         return actual, True, "" if sha256(path) == entry["sha256"] else "checksum differs"
     except FileNotFoundError:
@@ -102,43 +102,43 @@ def verify_folders(
     only: Iterable[str] | None = None,
     workers: int = 0,
     deadline: float | None = None,
-) -> list[_Verdict]:
+) -> list[_FolderResult]:
     """Compare folders with their manifests, files in parallel. `only` names the files to compare, by default all. After
     `deadline` (time.monotonic) only sizes are compared. Nothing is changed."""
-    verdicts, tasks = [], []
+    results, tasks = [], []
     chosen = None if only is None else set(only)
     for folder in folders:
-        verdicts.append(verdict := _Verdict(folder))
+        results.append(result := _FolderResult(folder))
         try:
             manifest = read_manifest(folder)
             if not manifest:
                 raise ValueError("there is none")
             fix = remedy(folder, manifest)
             entries = {n: entry for n, entry in manifest["files"].items() if chosen is None or n in chosen}
-            tasks += [(verdict, fix, name, entry) for name, entry in entries.items()]
+            tasks += [(result, fix, name, entry) for name, entry in entries.items()]
         except (OSError, ValueError) as error:
             fix = remedy(folder, {})
-            verdict.faults.append(_Fault(folder / MANIFEST, f"the manifest cannot be read: {error}", fix))
+            result.faults.append(_Fault(folder / MANIFEST, f"the manifest cannot be read: {error}", fix))
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        results = pool.map(lambda task: _compare(task[0].folder, task[2], task[3], deadline), tasks)
-        for (verdict, fix, name, _), (size, hashed, what) in zip(tasks, results):
-            verdict.files += 1
-            verdict.bytes += size
-            verdict.hashed += hashed
+        compared = pool.map(lambda task: _compare(task[0].folder, task[2], task[3], deadline), tasks)
+        for (result, fix, name, _), (size, hashed, what) in zip(tasks, compared):
+            result.files += 1
+            result.bytes += size
+            result.hashed += hashed
             if what:
-                verdict.faults.append(_Fault(verdict.folder / name, what, fix))
-    return verdicts
+                result.faults.append(_Fault(result.folder / name, what, fix))
+    return results
 
 
 def stored_folders(root: Path) -> Iterator[Path]:
-    """Folders under `root` that have a manifest, those that links reach too, each once; those still being written
-    (.tmp, .part) are left out."""
-    seen: set[str] = set()
+    """Yield the folders under `root` that have a manifest, linked ones too, each once; those still being written (.tmp,
+    .part) are left out."""
+    visited: set[str] = set()
     for folder, names, files in os.walk(root, followlinks=True):
-        if (real := os.path.realpath(folder)) in seen:
+        if (real := os.path.realpath(folder)) in visited:
             names.clear()
             continue
-        seen.add(real)
+        visited.add(real)
         names[:] = [n for n in sorted(names) if not n.endswith((".tmp", ".part"))]
         if MANIFEST in files:
             yield Path(folder)
@@ -147,24 +147,24 @@ def stored_folders(root: Path) -> Iterator[Path]:
 def _chosen(names: tuple[str, ...]) -> list[Path]:
     if not names:
         return list(stored_folders(home()))
-    chosen: list[Path] = []
+    folders: list[Path] = []
     for name in names:
         candidates = [home() / "data" / name.replace("/", "--"), home() / name, Path(name)]
-        folders = next((list(stored_folders(path)) for path in candidates if path.is_dir()), [])
-        if not folders:
-            have = sorted({str(f.relative_to(home())).removeprefix("data/") for f in stored_folders(home())})
+        inside = next((list(stored_folders(path)) for path in candidates if path.is_dir()), [])
+        if not inside:
+            stored = sorted({str(f.relative_to(home())).removeprefix("data/") for f in stored_folders(home())})
             raise UserError(
                 f"nothing is stored under the name {name!r} in {home()}; "
-                + (nearest(name, have) if have else "ascendchat data fetch NAME brings a data set")
+                + (nearest(name, stored) if stored else "ascendchat data fetch NAME brings a data set")
             )
-        chosen += folders
-    return list(dict.fromkeys(chosen))
+        folders += inside
+    return list(dict.fromkeys(folders))
 
 
 def run(config: DataVerifyConfig) -> int:
-    """`ascendchat data verify`: 0 when everything is as recorded, 1 when not."""
-    verdicts = verify_folders(_chosen(config.names), workers=config.workers)
-    faults = [fault for verdict in verdicts for fault in verdict.faults]
+    """Run `ascendchat data verify`; exit status 0 when everything matches, 1 when not."""
+    results = verify_folders(_chosen(config.names), workers=config.workers)
+    faults = [fault for result in results for fault in result.faults]
     if config.json:
         report = {
             "ok": not faults,
@@ -175,18 +175,18 @@ def run(config: DataVerifyConfig) -> int:
                     "bytes": v.bytes,
                     "faults": [{"file": str(f.file), "what": f.what, "fix": f.fix} for f in v.faults],
                 }
-                for v in verdicts
+                for v in results
             ],
         }
         print(json.dumps(report, indent=1, ensure_ascii=False))
         return 1 if faults else 0
-    for verdict in verdicts:
-        state = f"{len(verdict.faults)} DAMAGED" if verdict.faults else "ok"
-        print(f"{verdict.folder}: {verdict.files} files, {verdict.bytes / 1024**3:.2f} GiB, {state}")
-        for fault in verdict.faults:
-            print(f"  {fault.file.relative_to(verdict.folder)}: {fault.what}")
+    for result in results:
+        state = f"{len(result.faults)} DAMAGED" if result.faults else "ok"
+        print(f"{result.folder}: {result.files} files, {result.bytes / 1024**3:.2f} GiB, {state}")
+        for fault in result.faults:
+            print(f"  {fault.file.relative_to(result.folder)}: {fault.what}")
     for fix in dict.fromkeys(fault.fix for fault in faults):
         print(f"to mend: {fix}")
-    if not verdicts:
+    if not results:
         print(f"nothing is stored in {home()} yet; ascendchat data fetch NAME brings a data set", file=sys.stderr)
     return 1 if faults else 0

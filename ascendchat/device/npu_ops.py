@@ -185,7 +185,7 @@ class _HeadsOfRows(torch.autograd.Function):
     """nn.gpt.Heads: each token takes its share of the one before it, then queries and keys are normalised and turned.
 
     The token before is the row above in (B * T, C): nothing has to be moved, but the first token of each row takes
-    nothing. `takes` (1, B * T - 1) is 0 for those, and else 1; `follows` says the same of documents."""
+    nothing. `takes` (1, B * T - 1) is 0 for those, and else 1; `continues_document` says the same of documents."""
 
     @staticmethod
     def forward(
@@ -195,19 +195,19 @@ class _HeadsOfRows(torch.autograd.Function):
         ops: EagerOps,
         rope: Rope,
         kv_heads: int,
-        follows: Tensor | None,
+        continues_document: Tensor | None,
         takes: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         narrow, turned = share.to(qkv.dtype).view(-1), qkv.size(2) - kv_heads
         flat = qkv.view(qkv.size(0) * qkv.size(1), -1)
-        before = flat[:-1] if follows is None else flat[:-1] * follows.view(-1, 1)[1:]
+        before = flat[:-1] if continues_document is None else flat[:-1] * continues_document.view(-1, 1)[1:]
         shifted = torch.empty_like(qkv)
         torch.addcmul(flat[1:], before, narrow, out=shifted.view(flat.shape)[1:])
         shifted[:, 0] = qkv[:, 0]
         norm, rstd = ops.api.npu_rms_norm(shifted[..., :turned, :], ops.ones_of(qkv), EPS)
         qk = ops.rotary(norm, *rope)
         ctx.save_for_backward(qkv, narrow, shifted, rstd, takes)
-        ctx.share, ctx.ops, ctx.rope, ctx.packed, ctx.turned = share, ops, rope, follows is not None, turned
+        ctx.share, ctx.ops, ctx.rope, ctx.packed, ctx.turned = share, ops, rope, continues_document is not None, turned
         return qk[..., : turned - kv_heads, :], qk[..., turned - kv_heads :, :], shifted[..., turned:, :]
 
     @staticmethod
@@ -327,12 +327,12 @@ class EagerOps(NPUOps):
         return self._negative[1]
 
     def heads(
-        self, qkv: Tensor, share: Tensor, rope: Rope, kv_heads: int, follows: Tensor | None
+        self, qkv: Tensor, share: Tensor, rope: Rope, kv_heads: int, continues_document: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        takes = follows.view(1, -1)[:, 1:] if follows is not None else None
+        takes = continues_document.view(1, -1)[:, 1:] if continues_document is not None else None
         if takes is None and torch.is_grad_enabled():
             takes = self.takes(qkv)
-        return _HeadsOfRows.apply(qkv.contiguous(), share, self, rope, kv_heads, follows, takes)
+        return _HeadsOfRows.apply(qkv.contiguous(), share, self, rope, kv_heads, continues_document, takes)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return _Linear.apply(x, weight)

@@ -1,6 +1,6 @@
-"""Which checks there are; `ascendchat doctor` runs them all. machine.py has what they look at.
+"""The list of checks that `ascendchat doctor` runs. machine.py defines what a check reads and returns.
 
-A check is a function of `Machine` that returns one `Check`. `gather` does everything slow or dangerous (importing
+A check is a function of `Machine` that returns one `CheckResult`. `gather` does everything slow or dangerous (importing
 torch, asking npu-smi, reaching a mirror) once and in parallel; checks only judge the results. The texts of the faults
 are in faults.json (JSON: the doctor must also work where PyYAML is missing).
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from ascendchat.config.data import HUGGING_FACE
 from ascendchat.device import smi
 from ascendchat.doctor import probe
-from ascendchat.doctor.machine import OPTIONAL, REQUIRED, VENDOR, Check, Machine
+from ascendchat.doctor.machine import OPTIONAL, REQUIRED, VENDOR, CheckResult, Machine
 from ascendchat.errors import home
 
 
@@ -57,8 +57,8 @@ def gather(lang: str, deep: bool = False, root: Path = Path("/")) -> Machine:
         )
 
 
-def run_checks(machine: Machine) -> list[Check]:
-    """Every check, in the order in which a user would mend things."""
+def run_checks(machine: Machine) -> list[CheckResult]:
+    """Run every check, in the order in which a user would mend things."""
     from ascendchat.doctor import checks_npu, checks_system
 
     functions = [

@@ -14,24 +14,24 @@ from urllib.parse import urlsplit
 from ascendchat.chips import cpu_count
 from ascendchat.config.data import HUGGING_FACE, MIRROR
 from ascendchat.data import verify
-from ascendchat.doctor.machine import OPTIONAL, REQUIRED, VENDOR, Check, Machine, Status, gib
+from ascendchat.doctor.machine import OPTIONAL, REQUIRED, VENDOR, CheckResult, Machine, Status, gib
 
 DISTRIBUTION = {"yaml": "pyyaml", "attr": "attrs"}  # module -> what pip calls it
 HCCL_PORTS = range(60000, 60032)  # host side of HCCL, unless HCCL_IF_BASE_PORT moves it
 BUDGET = 2.0  # seconds of hashing stored data without --deep
 
 
-def python(m: Machine) -> Check:
+def python(m: Machine) -> CheckResult:
     version = ".".join(str(n) for n in m.python)
     if m.python[:2] < (3, 10):
         return m.fault("python", "too old", version=version)
     if m.versions.get("torch_npu") and m.python[:2] > (3, 14):
         return m.fault("python", "too new", version=version)
-    return Check("python", "ok", version)
+    return CheckResult("python", "ok", version)
 
 
-def wheels(m: Machine) -> Check:
-    """Every wheel is imported in a subprocess; a wheel of another architecture is broken, not missing."""
+def wheels(m: Machine) -> CheckResult:
+    """Report wheels that a subprocess could not import; one built for another architecture is broken, not missing."""
     if not m.wheels.ok:
         return m.fault("wheels", "not tried", said=m.wheels.error.splitlines()[-1])
     versions = m.wheels.values
@@ -51,15 +51,15 @@ def wheels(m: Machine) -> Check:
             return m.fault("wheels", "no rustbpe", found=found, fix=fix)
         return m.fault("wheels", "optional", found=found, uses=", ".join(OPTIONAL[n] for n in wrong), fix=fix)
     shown = [f"{n} {versions[n]}".strip() for n in ("numpy", "pyarrow", "tiktoken", "tokenizers", "rustbpe")]
-    return Check("wheels", "ok", ", ".join(shown))
+    return CheckResult("wheels", "ok", ", ".join(shown))
 
 
-def compiler(m: Machine) -> Check:
+def compiler(m: Machine) -> CheckResult:
     names = [m.environ.get("CXX", ""), "c++", "g++", "clang++"]
     paths = [path for name in names if name and (path := shutil.which(name, path=m.environ.get("PATH")))]
     if paths:
-        return Check("compiler", "ok", paths[0])
-    return Check(
+        return CheckResult("compiler", "ok", paths[0])
+    return CheckResult(
         "compiler",
         "skip",
         m.say(
@@ -91,7 +91,7 @@ def memory_bytes(root: Path) -> tuple[int, int]:
     return available, total
 
 
-def memory(m: Machine) -> Check:
+def memory(m: Machine) -> CheckResult:
     available, total = memory_bytes(m.root)
     kind, _, count = m.choice()
     # While it loads, a rank holds the model and its part of the data in host memory: 4 GiB covers the recipes.
@@ -101,20 +101,20 @@ def memory(m: Machine) -> Check:
         f"可用 {gib(available)} / 共 {gib(total)}，{cpu_count()} 核",
     )
     if available >= need:
-        return Check("memory", "ok", found)
+        return CheckResult("memory", "ok", found)
     return m.fault("memory", "low", found=found, need=gib(need), count=count)
 
 
-def shared_memory(m: Machine) -> Check:
+def shared_memory(m: Machine) -> CheckResult:
     if m.system != "Linux":
-        return Check("/dev/shm", "skip", m.say("not used on this system", "此系统不使用"))
+        return CheckResult("/dev/shm", "skip", m.say("not used on this system", "此系统不使用"))
     try:
         usage = shutil.disk_usage(m.root / "dev/shm")
     except OSError as error:
         return m.fault("/dev/shm", "absent", error=str(error.strerror))
     found = m.say(f"{gib(usage.free)} free of {gib(usage.total)}", f"可用 {gib(usage.free)} / 共 {gib(usage.total)}")
     if usage.free >= 2**30:
-        return Check("/dev/shm", "ok", found)
+        return CheckResult("/dev/shm", "ok", found)
     small = usage.total < 2 * 2**30  # docker gives 64 MiB unless told
     return m.fault(
         "/dev/shm",
@@ -124,18 +124,18 @@ def shared_memory(m: Machine) -> Check:
     )
 
 
-def open_files(m: Machine) -> Check:
+def open_files(m: Machine) -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = 4096 if m.choice()[2] > 1 else 1024  # every rank keeps sockets to its peers and open shards
     if soft == resource.RLIM_INFINITY or soft >= need:
-        return Check("open files", "ok", str(soft))
+        return CheckResult("open files", "ok", str(soft))
     return m.fault(
         "open files", "low", soft=soft, need=need, limit=65535 if hard == resource.RLIM_INFINITY else min(65535, hard)
     )
 
 
 def listening(root: Path) -> set[int]:
-    """TCP ports somebody listens on (Linux; empty elsewhere)."""
+    """TCP ports on which some process listens (Linux; empty elsewhere)."""
     ports = set()
     for name in ("proc/net/tcp", "proc/net/tcp6"):
         try:
@@ -146,20 +146,22 @@ def listening(root: Path) -> set[int]:
     return ports
 
 
-def ports(m: Machine) -> Check:
+def ports(m: Machine) -> CheckResult:
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             free = probe.getsockname()[1]
     except OSError as error:
         return m.fault("ports", "none", error=str(error))
-    taken = sorted(listening(m.root) & set(HCCL_PORTS)) if m.has_chip and "HCCL_IF_BASE_PORT" not in m.environ else []
-    if taken:
-        return m.fault("ports", "taken", taken=", ".join(map(str, taken)))
-    return Check("ports", "ok", m.say(f"free ports available (e.g. {free})", f"有空闲端口（如 {free}）"))
+    occupied = (
+        sorted(listening(m.root) & set(HCCL_PORTS)) if m.has_chip and "HCCL_IF_BASE_PORT" not in m.environ else []
+    )
+    if occupied:
+        return m.fault("ports", "taken", taken=", ".join(map(str, occupied)))
+    return CheckResult("ports", "ok", m.say(f"free ports available (e.g. {free})", f"有空闲端口（如 {free}）"))
 
 
-def disk(m: Machine) -> Check:
+def disk(m: Machine) -> CheckResult:
     folder = m.home
     while not folder.exists():
         folder = folder.parent
@@ -171,15 +173,15 @@ def disk(m: Machine) -> Check:
         return m.fault("disk", "not writable", folder=folder)
     if shutil.disk_usage(folder).free < 10 * 2**30:
         return m.fault("disk", "low", found=found)
-    return Check("disk", "ok", found)
+    return CheckResult("disk", "ok", found)
 
 
-def mirror(m: Machine) -> Check:
+def mirror(m: Machine) -> CheckResult:
     url = m.environ.get("HF_ENDPOINT") or HUGGING_FACE
     if m.mirror is None:
-        return Check("mirror", "skip", m.say("HF_HUB_OFFLINE is set", "已设置 HF_HUB_OFFLINE"))
+        return CheckResult("mirror", "skip", m.say("HF_HUB_OFFLINE is set", "已设置 HF_HUB_OFFLINE"))
     if m.mirror == "":
-        return Check("mirror", "ok", m.say(f"{url} answers", f"{url} 可访问"))
+        return CheckResult("mirror", "ok", m.say(f"{url} answers", f"{url} 可访问"))
     return m.fault(
         "mirror",
         "unreachable",
@@ -189,26 +191,27 @@ def mirror(m: Machine) -> Check:
     )
 
 
-def proxy(m: Machine) -> Check:
+def proxy(m: Machine) -> CheckResult:
     names = [n for n in ("http_proxy", "https_proxy", "all_proxy") if m.environ.get(n) or m.environ.get(n.upper())]
     if not names:
-        return Check("proxy", "ok", m.say("none", "无"))
+        return CheckResult("proxy", "ok", m.say("none", "无"))
     parts = [urlsplit(m.environ.get(n) or m.environ.get(n.upper()) or "") for n in names]
     hosts = sorted({f"{p.hostname}:{p.port}" if p.port else str(p.hostname) for p in parts})  # never the password
     skipped = (m.environ.get("no_proxy") or m.environ.get("NO_PROXY") or "").replace(" ", "").split(",")
     if "127.0.0.1" in skipped or "localhost" in skipped or "*" in skipped:
-        return Check("proxy", "ok", ", ".join(hosts))
+        return CheckResult("proxy", "ok", ", ".join(hosts))
     return m.fault("proxy", "local requests", hosts=", ".join(hosts))
 
 
-def stored_data(m: Machine) -> Check:
-    """Folders with a manifest.json: sizes always, checksums within BUDGET; `doctor --deep` compares all of them."""
+def stored_data(m: Machine) -> CheckResult:
+    """Compare folders with their manifest.json: sizes always, checksums within BUDGET; `doctor --deep` compares all of
+    them."""
     deadline = None if m.deep else time.monotonic() + BUDGET
     verdicts = verify.verify_folders(list(verify.stored_folders(m.home)), deadline=deadline)
     faults = [fault for verdict in verdicts for fault in verdict.faults]
     files, size, hashed = (sum(getattr(v, name) for v in verdicts) for name in ("files", "bytes", "hashed"))
     if not verdicts:
-        return Check("stored data", "skip", m.say(f"nothing in {m.home} yet", f"{m.home} 中尚无数据"))
+        return CheckResult("stored data", "skip", m.say(f"nothing in {m.home} yet", f"{m.home} 中尚无数据"))
     if faults:
         more = f" (+{len(faults) - 3})" if len(faults) > 3 else ""
         return m.fault(
@@ -223,4 +226,4 @@ def stored_data(m: Machine) -> Check:
     )
     if hashed < files:
         found += m.say(" (all: ascendchat doctor --deep)", "（全部校验：ascendchat doctor --deep）")
-    return Check("stored data", "ok", found)
+    return CheckResult("stored data", "ok", found)

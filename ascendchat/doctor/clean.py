@@ -1,4 +1,4 @@
-"""Frees what dead or forgotten runs still hold: `ascendchat clean` lists it, asks per group, and frees what is yours.
+"""Free what dead or forgotten runs still hold: `ascendchat clean` lists it, asks per group, and frees what is yours.
 
 Four groups: processes that npu-smi or nvidia-smi lists, shared memory in /dev/shm whose owner is dead, partial
 downloads under $ASCENDCHAT_HOME, and lock files that no process holds. Never touched: a process that has no device open
@@ -51,7 +51,7 @@ KEEP_REASONS = {  # why a process is only listed, in English and Chinese
 
 @dataclass(frozen=True)
 class Leftover:
-    """One thing that could be freed. `birth` tells a process from a later one with the same pid."""
+    """A process or file that could be freed. `birth` tells a process from a later one with the same pid."""
 
     group: str
     what: str
@@ -65,7 +65,7 @@ class Leftover:
 
 @dataclass
 class _FreeResult:
-    """What happened to the items that were confirmed."""
+    """Items that were freed, and those that could not be, each with the reason."""
 
     freed: list[Leftover] = field(default_factory=list)
     failed: list[tuple[Leftover, str]] = field(default_factory=list)
@@ -74,11 +74,11 @@ class _FreeResult:
 # ---------------------------------------------------------------------------------------------------- processes
 
 
-def protected(pid: int, mine: set[int]) -> str:
-    """Why this process must not be ended, a key of KEPT; "" when it may."""
+def protected(pid: int, own_pids: set[int]) -> str:
+    """Reason why this process must not be ended, a key of KEEP_REASONS; "" when it may be."""
     if not alive(pid):
         return "not visible here: it runs in another container or is already gone"
-    if pid in mine:
+    if pid in own_pids:
         return "this process or one that started it"
     if owner(pid) != os.getuid():
         return "belongs to another user"
@@ -88,14 +88,14 @@ def protected(pid: int, mine: set[int]) -> str:
 
 
 def processes(readings: smi.Readings | smi.Problem) -> list[Leftover]:
-    """Processes on devices, one item per pid; those that may not be ended say why."""
+    """List the processes on devices, one item per pid; `keep` gives the reason where one may not be ended."""
     if isinstance(readings, smi.Problem):
         return []
-    mine = ancestors()
+    own_pids = ancestors()
     items = []
     for pid in dict.fromkeys(p.pid for p in readings.processes):
         rows = [p for p in readings.processes if p.pid == pid]
-        started, keep = birth(pid), protected(pid, mine)
+        started, keep = birth(pid), protected(pid, own_pids)
         items.append(
             Leftover(
                 "processes",
@@ -111,12 +111,12 @@ def processes(readings: smi.Readings | smi.Problem) -> list[Leftover]:
 
 
 def on_device(item: Leftover) -> bool:
-    """The process is the one that was listed, and still has a device open."""
+    """True while the process is the one that was listed and still has a device open."""
     return bool(item.birth) and birth(item.pid) == item.birth and bool(open_devices(item.pid))
 
 
 def send(item: Leftover, number: signal.Signals) -> None:
-    """Signal a listed process, unless it has ended or left the device by now."""
+    """Signal a listed process, unless it has ended or left the device meanwhile."""
     handle = -1
     with suppress(AttributeError, OSError):  # a kernel before 5.3 knows only pids
         handle = os.pidfd_open(item.pid)  # stands for this process even if its pid is given to another one
@@ -135,16 +135,17 @@ def send(item: Leftover, number: signal.Signals) -> None:
 
 
 def end_processes(items: list[Leftover], grace: float) -> _FreeResult:
-    """SIGTERM to all, `grace` seconds to leave the device, then SIGKILL to those that still have it open."""
-    outcome = _FreeResult()
+    """Send SIGTERM to all, wait `grace` seconds for them to leave the device, then SIGKILL those that still have it
+    open."""
+    result = _FreeResult()
     waiting = listed = [item for item in items if on_device(item)]
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
         for item in waiting:
             try:
                 send(item, number)
             except PermissionError as error:
-                outcome.failed.append((item, str(error)))
-        refused = {item.pid for item, _ in outcome.failed}
+                result.failed.append((item, str(error)))
+        refused = {item.pid for item, _ in result.failed}
         deadline = time.monotonic() + patience
         while True:
             waiting = [item for item in waiting if item.pid not in refused and on_device(item)]
@@ -153,17 +154,17 @@ def end_processes(items: list[Leftover], grace: float) -> _FreeResult:
             time.sleep(0.05)
         if not waiting:
             break
-    outcome.failed += [(item, "still runs after SIGKILL (waits inside the driver)") for item in waiting]
-    stuck = {item.pid for item, _ in outcome.failed}
-    outcome.freed = [item for item in listed if item.pid not in stuck]
-    return outcome
+    result.failed += [(item, "still runs after SIGKILL (waits inside the driver)") for item in waiting]
+    stuck = {item.pid for item, _ in result.failed}
+    result.freed = [item for item in listed if item.pid not in stuck]
+    return result
 
 
 # -------------------------------------------------------------------------------------------------------- files
 
 
 def all_open_files() -> set[str]:
-    """Files that live processes we may look into have open or mapped."""
+    """Files that live processes have open or mapped, as far as this user may see."""
     return set().union(*(open_files_of(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")))
 
 
@@ -192,8 +193,8 @@ def stale_shared_memory(folder: Path, busy: set[str], now: float) -> list[Leftov
     container's processes share /dev/shm and are invisible here."""
 
     def judge(path: Path) -> Leftover | None:
-        own, torch = OWN_BLOCK.match(path.name), TORCH_BLOCK.match(path.name)
-        match, status = own or torch, path.lstat()
+        ours, torch = OWN_BLOCK.match(path.name), TORCH_BLOCK.match(path.name)
+        match, status = ours or torch, path.lstat()
         if not match or status.st_uid != os.getuid() or alive(int(match[1])) or str(path) in busy:
             return None
         if torch and now - status.st_mtime < HOUR:
@@ -204,8 +205,9 @@ def stale_shared_memory(folder: Path, busy: set[str], now: float) -> list[Leftov
 
 
 def walk_files(folder: Path) -> Iterator[Path]:
-    """Files and folders below, never through links; a partial folder is one thing and not entered. What compilers keep
-    (device/accelerator.py) is left alone: hundreds of locks that are theirs to take again."""
+    """Yield files and folders below, never through links; a partial folder is one item and not entered. The compilers'
+    cache (device/accelerator.py) is left alone: it holds hundreds of locks, which the compilers take again
+    themselves."""
     for parent, names, files in os.walk(folder):
         partial = [n for n in names if PARTIAL.search(n)]
         names[:] = [n for n in names if n not in partial and Path(parent, n) != home() / "compiled"]
@@ -213,14 +215,14 @@ def walk_files(folder: Path) -> Iterator[Path]:
 
 
 def last_change(path: Path) -> float:
-    """Time of the last change inside."""
+    """Time of the newest change in a file or folder."""
     if path.is_dir() and not path.is_symlink():
         return max([path.lstat().st_mtime, *(last_change(child) for child in path.iterdir())])
     return path.lstat().st_mtime
 
 
 def partial_files(folder: Path, busy: set[str], now: float) -> list[Leftover]:
-    """Files and folders that were being written, by a process that is dead or more than an hour ago."""
+    """Files and folders that were being written by a process that is dead, or more than an hour ago."""
 
     def judge(path: Path) -> Leftover | None:
         if not PARTIAL.search(path.name) or path.lstat().st_uid != os.getuid():
@@ -237,7 +239,7 @@ def partial_files(folder: Path, busy: set[str], now: float) -> list[Leftover]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds this lock file with flock or fcntl."""
+    """True if a process holds this lock file with flock or fcntl."""
     try:
         with path.open("r+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -267,24 +269,24 @@ def locks(folder: Path, busy: set[str], now: float) -> list[Leftover]:
 
 
 def remove(items: list[Leftover]) -> _FreeResult:
-    outcome = _FreeResult()
+    result = _FreeResult()
     for item in items:
         path = Path(item.path)
         try:
             if item.group == "locks" and is_held(path):
                 raise OSError("is held now")
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            outcome.freed.append(item)
+            result.freed.append(item)
         except OSError as error:
-            outcome.failed.append((item, str(error)))
-    return outcome
+            result.failed.append((item, str(error)))
+    return result
 
 
 # ------------------------------------------------------------------------------------------------------ command
 
 
 def find_leftovers() -> list[Leftover]:
-    """Everything that could be freed, in the order of the groups."""
+    """Collect everything that could be freed, in the order of the groups."""
     busy, now, folder = all_open_files(), time.time(), home()
     return [
         *processes(smi.read()),
@@ -310,7 +312,7 @@ def confirmed(config: CleanConfig, question: str) -> bool:
 
 
 def run(config: CleanConfig) -> int:
-    """`ascendchat clean`: exit status 1 when something confirmed could not be freed."""
+    """Run `ascendchat clean`; exit status 1 when something confirmed could not be freed."""
     items = find_leftovers()
     lang = language(config.lang)
     if config.json:
@@ -320,26 +322,26 @@ def run(config: CleanConfig) -> int:
     if not items:
         print("没有需要清理的内容" if lang == "zh" else "nothing to free")
         return 0
-    asking = config.yes or (sys.stdin.isatty() and sys.stdout.isatty())
+    interactive = config.yes or (sys.stdin.isatty() and sys.stdout.isatty())
     status = 0
     for group, titles in GROUP_TITLES.items():
         members = [i for i in items if i.group == group]
-        yours = [i for i in members if not i.keep]
+        freeable = [i for i in members if not i.keep]
         if not members:
             continue
-        print(f"{titles[lang == 'zh']}: {gib(sum(i.bytes for i in yours))}")
+        print(f"{titles[lang == 'zh']}: {gib(sum(i.bytes for i in freeable))}")
         for item in members:
             print(describe_leftover(item, lang))
-        if config.dry_run or not asking or not yours:
+        if config.dry_run or not interactive or not freeable:
             continue
-        if confirmed(config, f"释放 {len(yours)} 项？" if lang == "zh" else f"free {len(yours)}?"):
-            outcome = end_processes(yours, config.grace) if group == "processes" else remove(yours)
-            size = gib(sum(i.bytes for i in outcome.freed))
-            print(f"已释放 {len(outcome.freed)} 项，{size}" if lang == "zh" else f"freed {len(outcome.freed)}, {size}")
-            for item, why in outcome.failed:
+        if confirmed(config, f"释放 {len(freeable)} 项？" if lang == "zh" else f"free {len(freeable)}?"):
+            result = end_processes(freeable, config.grace) if group == "processes" else remove(freeable)
+            size = gib(sum(i.bytes for i in result.freed))
+            print(f"已释放 {len(result.freed)} 项，{size}" if lang == "zh" else f"freed {len(result.freed)}, {size}")
+            for item, why in result.failed:
                 status = 1
                 print(f"{item.path or item.pid}: {why}", file=sys.stderr)
-    if not asking and not config.dry_run:
+    if not interactive and not config.dry_run:
         print(
             "仅列出；释放请运行：ascendchat clean --yes"
             if lang == "zh"
@@ -348,12 +350,12 @@ def run(config: CleanConfig) -> int:
     return status
 
 
-# What /proc says about a process: when it started, who owns it, which files and devices it has open.
+# Facts from /proc about a process: when it started, who owns it, which files and devices it has open.
 #
 # `ascendchat clean` ends a process only when it has a device open itself: pids and names that npu-smi prints prove
 # nothing, because in a container they may be those of the host.
 
-# What a process has open as long as it computes on a device. Tools that only read figures open others (nvidiactl,
+# Device nodes that a process keeps open while it computes. Tools that only read figures open others (nvidiactl,
 # davinci_manager).
 DEVICE_NODE = re.compile(r"/dev/(?:davinci\d+|devmm_svm|nvidia\d+|nvidia-uvm)")
 
@@ -366,12 +368,12 @@ def birth(pid: int) -> str:
         return ""
     fields = text.rpartition(")")[2].split()
     # A main thread that has ended is Z too, while others of its process (fields[17]) still free the device.
-    gone = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
-    return "" if gone else fields[19]
+    ended = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
+    return "" if ended else fields[19]
 
 
 def alive(pid: int) -> bool:
-    """Some process has this pid, whoever owns it."""
+    """True if some process has this pid, whoever owns it."""
     if Path("/proc/self/stat").exists():
         return bool(birth(pid))
     try:
@@ -384,7 +386,7 @@ def alive(pid: int) -> bool:
 
 
 def ancestors() -> set[int]:
-    """This process, its parent, and so on up to init."""
+    """Pids of this process, its parent, and so on up to init."""
     pids, pid = set(), os.getpid()
     while pid > 0 and pid not in pids:
         pids.add(pid)
@@ -412,7 +414,7 @@ def owner(pid: int) -> int | None:
 
 
 def _links(folder: Path) -> set[str]:
-    """Where the links in /proc/PID/.../fd lead; one that is closed meanwhile is left out."""
+    """Targets of the links in /proc/PID/.../fd; one that is closed meanwhile is left out."""
     targets = set()
     for number in os.listdir(folder):
         try:
@@ -423,7 +425,7 @@ def _links(folder: Path) -> set[str]:
 
 
 def open_files_of(pid: int) -> set[str]:
-    """Files that a process has open or mapped; empty when it is gone or we may not look."""
+    """Files that a process has open or mapped; empty when it is gone or belongs to another user."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:

@@ -1,7 +1,7 @@
-"""Proves that N devices work together: `ascendchat doctor --devices 8 [--device-type npu]`.
+"""Prove that N devices work together: `ascendchat doctor --devices 8 [--device-type npu]`.
 
-It starts `ascendchat launch --devices 8 -m ascendchat.doctor.collective RESULT`, so what is tested is the path that
-training takes: launcher, port, rendezvous, device binding, backend. Every rank checks every number it receives.
+It starts `ascendchat launch --devices 8 -m ascendchat.doctor.collective RESULT`, so it tests the path that training
+takes: launcher, port, rendezvous, device binding, backend. Every rank checks every number it receives.
 Bandwidth is that of the algorithm: bytes of the tensor on one rank, divided by the time of one collective.
 """
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT = 120.0  # seconds until a missing rank is named
 SIZES = (1 << 20, 1 << 24, 1 << 28)  # bytes on one rank
-HOST_SIZES = (1 << 16, 1 << 20, 1 << 24)  # where a CPU does the work
+HOST_SIZES = (1 << 16, 1 << 20, 1 << 24)  # bytes on one rank where a CPU does the work
 ROUNDS = 5
-SLOW = 8.0  # times the fastest link; cards of one machine may be joined by two kinds of link
-NOISE = 0.05  # seconds that a message may take where a busy CPU carries it
+MAX_LINK_RATIO = 8.0  # slowest to fastest link; cards of one machine may be joined by two kinds of link
+HOST_NOISE = 0.05  # seconds that a message may take where a busy CPU carries it
 
 
 def check_devices(devices: int, device_type: str | None, lang: str, as_json: bool = False) -> int:
-    """Run the collectives on `devices` processes and print what came out; exit status 0 when all was right."""
+    """Run the collectives on `devices` processes and print the result; exit status 0 when all was right."""
     if devices < 1:
         raise UserError(f"--devices {devices}: at least one is needed, for example ascendchat doctor --devices 2")
     name = f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -58,7 +58,7 @@ def check_devices(devices: int, device_type: str | None, lang: str, as_json: boo
 
 
 def report_lines(result: dict[str, Any], lang: str) -> list[str]:
-    """The result for people: right or wrong first, then bandwidth."""
+    """Format the result for people: right or wrong first, then bandwidth."""
     head = f"{result['devices']} x {result['device']} ({result['name']}), {result['backend']}: "
     if result["faults"]:
         head += ("结果错误：" if lang == "zh" else "WRONG RESULTS: ") + "; ".join(result["faults"][:3])
@@ -79,7 +79,7 @@ def report_lines(result: dict[str, Any], lang: str) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """One rank, started by torchrun."""
+    """Run one rank, started by torchrun."""
     from ascendchat.device.env import announce, prepare_environment
 
     try:
@@ -89,28 +89,30 @@ def main(argv: list[str]) -> int:
 
         device = pick()
         world = collectives.init(device, timeout=300.0, connect_timeout=CONNECT_TIMEOUT)
-        place = device.bind(world.local_rank)
+        torch_device = device.bind(world.local_rank)
     except UserError as error:
         print(f"ascendchat doctor: {translate(str(error))}", file=sys.stderr)
         return 2
     rows, faults = [], []
     simulated = device.type != "cpu" and "CANNSIM_HOME" in os.environ
     for size in HOST_SIZES if simulated or device.type == "cpu" else SIZES:
-        row, wrong = time_collectives(size, world.rank, world.size, place, device.synchronize)
+        row, wrong = time_collectives(size, world.rank, world.size, torch_device, device.synchronize)
         rows.append(row)
         faults += wrong
     host = simulated or device.type == "cpu"
-    links, slow = time_links(1 << 20 if host else 1 << 26, place, device.synchronize, NOISE if host else 0.0)
-    everywhere = collectives.gather_objects(faults)
-    everywhere[0] += slow  # all ranks have found the same
+    links, slow = time_links(
+        1 << 20 if host else 1 << 26, torch_device, device.synchronize, HOST_NOISE if host else 0.0
+    )
+    all_faults = collectives.gather_objects(faults)
+    all_faults[0] += slow  # all ranks computed the same list from the gathered times
     result = {
-        "ok": not any(everywhere),
+        "ok": not any(all_faults),
         "devices": world.size,
         "device": device.type,
         "name": device.chip.name,
         "simulated": simulated,
         "backend": device.collective,
-        "faults": [fault for one in everywhere for fault in one],
+        "faults": [fault for faults_of_rank in all_faults for fault in faults_of_rank],
         "rows": rows,
         "links": links,
     }
@@ -121,7 +123,7 @@ def main(argv: list[str]) -> int:
 
 
 def time_collectives(
-    size: int, rank: int, world: int, place: torch.device, synchronize: Callable[[], None]
+    size: int, rank: int, world: int, device: torch.device, synchronize: Callable[[], None]
 ) -> tuple[dict[str, float], list[str]]:
     """Check and time both collectives on tensors of `size` bytes per rank: ({bytes, seconds, GB/s}, faults)."""
     import torch
@@ -129,30 +131,30 @@ def time_collectives(
     from ascendchat.parallel import collectives
 
     count = size // 4  # float32: every value below is a small whole number, so sums are exact
-    pattern = (torch.arange(count, device=place) % 251).float()
-    mine = pattern + rank
-    total = mine.clone()
+    pattern = (torch.arange(count, device=device) % 251).float()
+    data = pattern + rank
+    total = data.clone()
     collectives.all_reduce(total, "sum")
-    gathered = torch.full((world * count,), -1.0, device=place)
-    collectives.all_gather(gathered, mine)
+    gathered = torch.full((world * count,), -1.0, device=device)
+    collectives.all_gather(gathered, data)
     faults = []
     if not torch.equal(total, pattern * world + sum(range(world))):
         faults.append(f"rank {rank}: all_reduce of {size} bytes")
-    scattered = torch.full((count // world,), -1.0, device=place)
-    whole = mine[: count // world * world]
-    collectives.reduce_scatter(scattered, whole)
+    scattered = torch.full((count // world,), -1.0, device=device)
+    divisible = data[: count // world * world]
+    collectives.reduce_scatter(scattered, divisible)
     share = slice(rank * len(scattered), (rank + 1) * len(scattered))
     if not torch.equal(scattered, (pattern * world + sum(range(world)))[share]):
         faults.append(f"rank {rank}: reduce_scatter of {size} bytes")
-    told = mine.clone()
-    collectives.broadcast(told, src=world - 1)
-    if not torch.equal(told, pattern + (world - 1)):
+    received = data.clone()
+    collectives.broadcast(received, src=world - 1)
+    if not torch.equal(received, pattern + (world - 1)):
         faults.append(f"rank {rank}: broadcast of {size} bytes leaves old values")
-    ranks = torch.arange(world, device=place).float()
+    ranks = torch.arange(world, device=device).float()
     if not torch.equal(gathered.view(world, count), pattern[None, :] + ranks[:, None]):
         faults.append(f"rank {rank}: all_gather of {size} bytes")
-    reduce_time = seconds(lambda: collectives.all_reduce(total, "max"), synchronize, place)
-    gather_time = seconds(lambda: collectives.all_gather(gathered, mine), synchronize, place)
+    reduce_time = seconds(lambda: collectives.all_reduce(total, "max"), synchronize, device)
+    gather_time = seconds(lambda: collectives.all_gather(gathered, data), synchronize, device)
     return {
         "bytes": size,
         "all_reduce_s": reduce_time,
@@ -163,37 +165,37 @@ def time_collectives(
 
 
 def time_links(
-    size: int, place: torch.device, synchronize: Callable[[], None], noise: float
+    size: int, device: torch.device, synchronize: Callable[[], None], noise: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Time a message of `size` bytes from each rank to the next, one link at a time: (rows, what is slow). A link is
-    slow when its best of ROUNDS takes SLOW times as long as the fastest link's, and more than `noise` seconds."""
+    """Time a message of `size` bytes from each rank to the next, one link at a time: (rows, slow links). A link is slow
+    when its best of ROUNDS takes MAX_LINK_RATIO times as long as the fastest link's, and more than `noise` seconds."""
     import torch
 
     from ascendchat.parallel import collectives
 
-    me = collectives.world()
-    data, own = torch.zeros(size, dtype=torch.uint8, device=place), 0.0
-    for source in range(me.size if me.size > 1 else 0):
+    world = collectives.world()
+    data, own_time = torch.zeros(size, dtype=torch.uint8, device=device), 0.0
+    for source in range(world.size if world.size > 1 else 0):
         best = float("inf")
         for _ in range(ROUNDS + 1):  # the first one connects
             collectives.barrier()
             start = time.perf_counter()
-            collectives.pass_on(data, source, (source + 1) % me.size)
+            collectives.pass_on(data, source, (source + 1) % world.size)
             synchronize()
             best = min(best, time.perf_counter() - start)
-        own = best if me.rank == source else own
-    times = collectives.gather_objects(own) if me.size > 1 else []
+        own_time = best if world.rank == source else own_time
+    times = collectives.gather_objects(own_time) if world.size > 1 else []
     fastest, rows, slow = min(times, default=0.0), [], []
-    for source, spent in enumerate(times):
-        link = f"{source} -> {(source + 1) % me.size}"
-        rows.append({"link": link, "gbs": round(size / max(spent, 1e-9) / 1e9, 3)})
-        if spent > max(SLOW * fastest, noise):
+    for source, elapsed in enumerate(times):
+        link = f"{source} -> {(source + 1) % world.size}"
+        rows.append({"link": link, "gbs": round(size / max(elapsed, 1e-9) / 1e9, 3)})
+        if elapsed > max(MAX_LINK_RATIO * fastest, noise):
             slow.append(f"slow link {link}: {rows[-1]['gbs']} GB/s, the fastest has {size / fastest / 1e9:.3f}")
     return rows, slow
 
 
-def seconds(collective: Callable[[], object], synchronize: Callable[[], None], place: torch.device) -> float:
-    """Mean time of one call, on the slowest rank."""
+def seconds(collective: Callable[[], object], synchronize: Callable[[], None], device: torch.device) -> float:
+    """Mean seconds of one call, on the slowest rank."""
     import torch
 
     from ascendchat.parallel import collectives
@@ -205,9 +207,9 @@ def seconds(collective: Callable[[], object], synchronize: Callable[[], None], p
     for _ in range(ROUNDS):
         collective()
     synchronize()
-    spent = torch.tensor([(time.perf_counter() - start) / ROUNDS], device=place)
-    collectives.all_reduce(spent, "max")
-    return max(float(spent.item()), 1e-9)
+    elapsed = torch.tensor([(time.perf_counter() - start) / ROUNDS], device=device)
+    collectives.all_reduce(elapsed, "max")
+    return max(float(elapsed.item()), 1e-9)
 
 
 if __name__ == "__main__":

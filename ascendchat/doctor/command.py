@@ -1,8 +1,8 @@
-"""Checks this machine and says how to mend what is wrong: `ascendchat doctor [--json]`.
+"""Check this machine and say how to mend what is wrong: `ascendchat doctor [--json]`.
 
-Read checks.py first (what a check is, which there are); probe.py asks torch in a subprocess, because `import torch`
-itself may fail. `ascendchat doctor --devices 8` (collective.py) proves the devices together, `doctor --watch` shows
-them live, `ascendchat clean` (clean.py) frees them, `ascendchat explain` reads error texts.
+Read checks.py first (what a check is, and the list of them); probe.py asks torch in a subprocess, because
+`import torch` itself may fail. `ascendchat doctor --devices 8` (collective.py) proves the devices together,
+`doctor --watch` shows them live, `ascendchat clean` (clean.py) frees them, `ascendchat explain` reads error texts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the other commands of this package start faster without the checks
     from ascendchat.config.commands import DoctorConfig
-    from ascendchat.doctor.machine import Check, Machine
+    from ascendchat.doctor.machine import CheckResult, Machine
 
 MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
 
 
 def run(config: DoctorConfig) -> int:
-    """`ascendchat doctor`: exit status 1 when a check failed, else 0."""
+    """Run `ascendchat doctor`; exit status 1 when a check failed, else 0."""
     from ascendchat.config.language import language
     from ascendchat.doctor.checks import gather, run_checks
 
@@ -44,8 +44,8 @@ def run(config: DoctorConfig) -> int:
     return 1 if any(c.status == "fail" for c in checks) else 0
 
 
-def conclusion(machine: Machine, checks: list[Check]) -> tuple[str, str]:
-    """(one line that sums up, the next command to type)"""
+def summarize(machine: Machine, checks: list[CheckResult]) -> tuple[str, str]:
+    """Sum up the checks: (one line, the next command to type)."""
     from ascendchat.doctor.machine import plan_flag
 
     failed = [c for c in checks if c.status == "fail"]
@@ -55,8 +55,8 @@ def conclusion(machine: Machine, checks: list[Check]) -> tuple[str, str]:
         names = ", ".join(c.name for c in failed)
         return machine.say(f"{len(failed)} failed: {names}", f"{len(failed)} 项失败：{names}"), failed[0].fix
     simulated = machine.say("simulated ", "模拟 ") if machine.simulated else ""
-    where = f"{kind} ({simulated}{name})" + (f" x {count}" if count > 1 else "")
-    text = machine.say(f"ready: training uses {where}", f"就绪：训练将使用 {where}")
+    devices = f"{kind} ({simulated}{name})" + (f" x {count}" if count > 1 else "")
+    text = machine.say(f"ready: training uses {devices}", f"就绪：训练将使用 {devices}")
     if warned:
         text += machine.say(f", {warned} warning(s)", f"，{warned} 个警告")
     if count > 1:
@@ -66,10 +66,10 @@ def conclusion(machine: Machine, checks: list[Check]) -> tuple[str, str]:
     return text, "ascendchat plan --depth 12" + plan_flag(name)
 
 
-def json_report(machine: Machine, checks: list[Check]) -> dict[str, Any]:
-    """What `--json` prints."""
+def json_report(machine: Machine, checks: list[CheckResult]) -> dict[str, Any]:
+    """Build the object that `--json` prints."""
     kind, name, count = machine.choice()
-    text, following = conclusion(machine, checks)
+    text, following = summarize(machine, checks)
     return {
         "ok": not any(c.status == "fail" for c in checks),
         "verdict": text,
@@ -79,8 +79,8 @@ def json_report(machine: Machine, checks: list[Check]) -> dict[str, Any]:
     }
 
 
-def plain_lines(machine: Machine, checks: list[Check]) -> list[str]:
-    """Lines for a log file; what was skipped is named in one line."""
+def plain_lines(machine: Machine, checks: list[CheckResult]) -> list[str]:
+    """Format the checks for a log file; skipped ones are named in one line."""
     lines = []
     for check in checks:
         if check.status == "skip":
@@ -93,12 +93,12 @@ def plain_lines(machine: Machine, checks: list[Check]) -> list[str]:
     skipped = [c.name for c in checks if c.status == "skip"]
     if skipped:
         lines.append(f"skip  {', '.join(skipped)}")
-    text, following = conclusion(machine, checks)
+    text, following = summarize(machine, checks)
     return [*lines, "", text, machine.say("next: ", "下一步：") + following]
 
 
-def show_table(machine: Machine, checks: list[Check]) -> None:
-    """The same for a terminal."""
+def show_table(machine: Machine, checks: list[CheckResult]) -> None:
+    """Print the checks as a coloured table on a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -117,7 +117,7 @@ def show_table(machine: Machine, checks: list[Check]) -> None:
         table.add_row(Text(mark, style=colour), check.name, cell)
     console = Console(highlight=False)
     console.print(table)
-    text, following = conclusion(machine, checks)
+    text, following = summarize(machine, checks)
     failed = any(c.status == "fail" for c in checks)
     console.print(Text(f"\n{text}", style="bold red" if failed else "bold green"))
     console.print(Text(machine.say("next: ", "下一步：") + following))

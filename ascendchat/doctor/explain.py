@@ -1,10 +1,10 @@
-"""From an error text, or from what a user sees, to its cause, what to check and the command to run.
+"""Lead from an error text, or from what a user sees, to its cause, what to check and the command to run.
 
     ascendchat explain LOG...        ascendchat explain --lang zh < LOG        ascendchat explain --json RUN-FOLDER
     ascendchat explain "training hangs"                                        ascendchat explain 显存不足
 
-The rules stand in rules/*.yaml, explain_rules.py reads them. A log of any size is read in blocks: the plain text inside
-each pattern is looked for first (fast), and the pattern runs only on the lines that hold it.
+rules/*.yaml hold the rules, explain_rules.py reads them. A log of any size is read in blocks: the plain text inside
+each pattern is searched for first (fast), and the pattern runs only on the lines that hold it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ascendchat.doctor.explain_rules import (
     HOLE,
     NOTE,
     SYMPTOM,
-    Rule,
+    ErrorRule,
     Values,
     all_rules,
     answer,
@@ -41,16 +41,16 @@ from ascendchat.doctor.explain_rules import (
 from ascendchat.errors import UserError
 
 BLOCK_BYTES = 1 << 20  # bytes read at a time
-LONGEST_LINE = 4 << 20  # bytes of one line that are looked at, and its end; a dump of data may have no line breaks
-REACH = 1000  # characters of a line looked at on either side of the plain text; a line may be megabytes long
-SHOWN_CHARS = 300  # characters of a line that are shown
-MAX_CODES = 50  # different codes that are kept; a damaged log may hold thousands
+MAX_LINE_BYTES = 4 << 20  # of one line, besides its end; a dump of data may have no line breaks
+CONTEXT_CHARS = 1000  # on either side of the plain text, in which the pattern is searched; a line may be megabytes long
+MAX_SHOWN_CHARS = 300  # of a matched line
+MAX_CODES = 50  # different status codes; a damaged log may hold thousands
 COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 CLOCK = re.compile(rb"\d{4}-\d\d-\d\d[-T ]\d\d:\d\d:\d\d")
-# What stands between two attempts of a launcher in one log. The last attempt is the one asked about.
+# Lines between two attempts of a launcher in one log. The user asks about the last attempt.
 RESTART = (b"will restart worker group", b"Restarting worker group", b"ascendchat launch: starting again")
-PATH = re.compile(r"^\S*/\S*$|\.(?:log|txt|gz|out|err|json|jsonl)$")  # not there, but meant as a file
+PATH = re.compile(r"^\S*/\S*$|\.(?:log|txt|gz|out|err|json|jsonl)$")  # a word that is meant as a file, existing or not
 # The commands that a sentence of ours holds between backquotes
 QUOTED = re.compile(r"`((?:ascendchat|pip|python|source|export|npu-smi) [^`]+)`")
 ATTEMPT = re.compile(r"attempt_(\d+)")  # the folder `ascendchat launch` gives to each attempt
@@ -70,12 +70,12 @@ class _Finding:
     line_number: int = 0
     file: str = ""
     level: int = 0
-    symptom: str = ""  # the phrase that the question was like; the text of a log is matched whole instead
+    symptom: str = ""  # the phrase that the question resembles; "" for a match in the text of a log
 
 
 @dataclass
 class _Hit:
-    rule: Rule
+    rule: ErrorRule
     values: Values
     line: str
     count: int
@@ -92,7 +92,7 @@ class _Hit:
 
 
 class _Scan:
-    """Reads logs block by block and keeps one hit per rule, so memory does not grow with the log."""
+    """Read logs block by block and keep one hit per rule, so memory does not grow with the log."""
 
     def __init__(self) -> None:
         self.hits: dict[str, _Hit] = {}
@@ -107,46 +107,46 @@ class _Scan:
         folder = ATTEMPT.search(name)
         self.files, self.name, self.lines, self.clock = self.files + 1, name, 0, b""
         self.attempt = (int(folder[1]) if folder else 0, 0)
-        rest, looked = b"", 0  # of a line without an end so far; a progress bar writes many texts on one line
+        tail, scanned = b"", 0  # of a line without an end so far; a progress bar writes many texts on one line
         for data in _blocks(stream, name):
-            held = rest + data
-            end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1
+            data = tail + data
+            end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
             if end:
-                self._block(held[:end])
-                looked = 0
-            rest = held[end:]
-            if len(rest) > BLOCK_BYTES:  # a line longer than a block: keep only its end
-                if looked < LONGEST_LINE:
-                    self._block(rest[:-REACH])
-                    looked += len(rest)
-                rest = rest[-REACH:]
-        self._block(rest)
+                self._block(data[:end])
+                scanned = 0
+            tail = data[end:]
+            if len(tail) > BLOCK_BYTES:  # a line longer than a block: keep only its end
+                if scanned < MAX_LINE_BYTES:
+                    self._block(tail[:-CONTEXT_CHARS])
+                    scanned += len(tail)
+                tail = tail[-CONTEXT_CHARS:]
+        self._block(tail)
 
     def _block(self, block: bytes) -> None:
         block = block.replace(b"\0", b"")  # a log of another system may have two bytes per letter
         if b"\x1b" in block:
             block = COLOUR.sub(b"", block)
         # Lines of a log differ mostly in their numbers: without them few different lines are left to look at.
-        slim = b"\n".join(set(block.translate(None, b"0123456789").split(b"\n")))
-        seen: dict[tuple[int, str], tuple[Rule, Values, re.Match[str]]] = {}
-        named: set[int] = set()  # lines explained by a rule: their codes need no decoding
+        unique_lines = b"\n".join(set(block.translate(None, b"0123456789").split(b"\n")))
+        matches: dict[tuple[int, str], tuple[ErrorRule, Values, re.Match[str]]] = {}
+        explained: set[int] = set()  # lines explained by a rule: their codes need no decoding
         for needle, bare, pattern, rule in matchers():
-            at = block.find(needle) if bare in slim else -1
+            at = block.find(needle) if bare in unique_lines else -1
             while at >= 0:
                 begin, end = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
                 end = len(block) if end < 0 else end
                 begin = block.rfind(b"\r", begin, at) + 1 or begin  # a progress bar writes many texts on one line
-                text = block[max(begin, at - REACH) : min(end, at + REACH)].decode("utf-8", "replace")
+                text = block[max(begin, at - CONTEXT_CHARS) : min(end, at + CONTEXT_CHARS)].decode("utf-8", "replace")
                 match = compiled(pattern, rule.where).search(text)
-                values = rule.values(match) if match and not (rule.code and begin in named) else None
+                values = rule.values(match) if match and not (rule.code and begin in explained) else None
                 if match and values is not None:
-                    seen.setdefault((begin, fill(rule.id, values)), (rule, values, match))
+                    matches.setdefault((begin, fill(rule.id, values)), (rule, values, match))
                     if not rule.code:
-                        named.add(begin)
+                        explained.add(begin)
                 at = block.find(needle, end)
         restarts = sorted(m.start() for text in RESTART for m in re.finditer(re.escape(text), block))
-        alone = {begin for (begin, _), (rule, _, _) in seen.items() if rule.alone}
-        for (begin, name), (rule, values, match) in sorted(seen.items(), key=lambda item: item[0][0]):
+        alone = {begin for (begin, _), (rule, _, _) in matches.items() if rule.alone}
+        for (begin, name), (rule, values, match) in sorted(matches.items(), key=lambda item: item[0][0]):
             while restarts and restarts[0] < begin:
                 restarts.pop(0)
                 self.attempt = (self.attempt[0], self.attempt[1] + 1)
@@ -162,7 +162,7 @@ class _Scan:
         times = CLOCK.findall(block, max(0, position - 4000), len(block) if end < 0 else end)
         return re.sub(rb"[-T ](?=\d\d:)", b" ", times[-1]) if times else self.clock
 
-    def _keep(self, name: str, rule: Rule, values: Values, match: re.Match[str], block: bytes, begin: int) -> None:
+    def _keep(self, name: str, rule: ErrorRule, values: Values, match: re.Match[str], block: bytes, begin: int) -> None:
         """Count a match; its text is kept when it is the first of its rule, or the first of a later attempt."""
         old = self.hits.get(name)
         if old:
@@ -172,11 +172,11 @@ class _Scan:
         elif rule.level == GENERIC and len(self.hits) > len(all_rules()[0]) + MAX_CODES:
             return
         text = match.string
-        start = max(0, min(match.start(), len(text) - SHOWN_CHARS))
+        start = max(0, min(match.start(), len(text) - MAX_SHOWN_CHARS))
         self.hits[name] = _Hit(
             rule,
             values={key: CONTROL.sub("", v) if isinstance(v, str) else v for key, v in values.items()},
-            line=CONTROL.sub("", text[start : start + SHOWN_CHARS]).strip(),
+            line=CONTROL.sub("", text[start : start + MAX_SHOWN_CHARS]).strip(),
             count=old.count if old else 1,
             position=(self.files, self.lines + block.count(b"\n", 0, begin) + 1),
             file=self.name,
@@ -185,7 +185,8 @@ class _Scan:
         )
 
     def findings(self, lang: str) -> list[_Finding]:
-        """Likely root cause first: faults before their consequences, the last attempt first, then the earliest."""
+        """Findings with the likely root cause first: faults before their consequences, the last attempt first, then the
+        earliest."""
         hits = list(self.hits.values())
         if any(hit.rule.level <= SYMPTOM for hit in hits):
             hits = [hit for hit in hits if not hit.rule.code]
@@ -201,8 +202,8 @@ class _Scan:
         return [hit.finding(lang) for hit in sorted(hits, key=order)]
 
 
-def _finding(rule: Rule, lang: str, filled: Callable[[str], str], **where: Any) -> _Finding:
-    """The words of a rule, and where it was found."""
+def _finding(rule: ErrorRule, lang: str, filled: Callable[[str], str], **where: Any) -> _Finding:
+    """Put the words of a rule and the place of its match into a finding."""
     return _Finding(
         rule=filled(rule.id),
         title=filled(rule.title[lang]),
@@ -215,7 +216,7 @@ def _finding(rule: Rule, lang: str, filled: Callable[[str], str], **where: Any) 
 
 
 def _blocks(stream: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[bytes]:
-    """The content of a log in blocks; a compressed log that was cut off gives what it has."""
+    """Yield the content of a log in blocks; a compressed log that was cut off gives what it has."""
     while True:
         try:
             data = stream.read(BLOCK_BYTES)
@@ -229,7 +230,7 @@ def _blocks(stream: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[bytes]:
 
 
 def explain(text: str, lang: str = "en") -> list[_Finding]:
-    """What an error text means, likely root cause first; an empty list when nothing in it is known."""
+    """Explain an error text, likely root cause first; an empty list when nothing in it is known."""
     import io
 
     scan = _Scan()
@@ -238,27 +239,28 @@ def explain(text: str, lang: str = "en") -> list[_Finding]:
 
 
 def ask(question: str, lang: str = "en") -> list[_Finding]:
-    """What a question means: a known error text in it, else the rules whose symptoms are like it, likeliest first."""
+    """Answer a question: by a known error text in it, else by the rules with the most similar symptoms, likeliest
+    first."""
     findings = explain(question, lang)
     if any(f.level <= CONSEQUENCE for f in findings):
         return findings
-    told = [f for f in findings if f.level != GENERIC]  # a description that a rule knows word by word
+    exact = [f for f in findings if f.level != GENERIC]  # a description that a rule knows word by word
     unfilled = functools.partial(HOLE.sub, "…")  # there is no log that would fill the holes
-    likely = [_finding(rule, lang, unfilled, symptom=phrase) for rule, phrase in alike(question)]
-    return [*told, *(f for f in likely if f.rule not in {t.rule for t in told})] or findings
+    similar = [_finding(rule, lang, unfilled, symptom=phrase) for rule, phrase in match_phrases(question)]
+    return [*exact, *(f for f in similar if f.rule not in {t.rule for t in exact})] or findings
 
 
-def answer_text(findings: list[_Finding], lang: str, asked: bool = False) -> str:
-    """The answer as plain text. `asked`: to a question instead of a log."""
+def answer_text(findings: list[_Finding], lang: str, is_question: bool = False) -> str:
+    """Format the findings as plain text. `asked`: they answer a question instead of a log."""
     words = {key: text[lang] for key, text in answer().items() if isinstance(text, dict)}
     if not findings:
-        head, steps = ("unmatched", "ask") if asked else ("unknown", "next")
+        head, steps = ("unmatched", "ask") if is_question else ("unknown", "next")
         return "\n".join([words[head], *(f"  - {step[lang]}" for step in answer()[steps])]) + "\n"
-    rooted = findings[0].level <= SYMPTOM and not asked
-    whole = [f for f in findings if not (rooted and f.level == CONSEQUENCE) and f.level != GENERIC][:5] or findings[:5]
-    rest = [f for f in findings if f not in whole]
+    rooted = findings[0].level <= SYMPTOM and not is_question
+    shown = [f for f in findings if not (rooted and f.level == CONSEQUENCE) and f.level != GENERIC][:5] or findings[:5]
+    rest = [f for f in findings if f not in shown]
     lines = [words["maybe" if findings[0].symptom else "head"]]
-    for number, finding in enumerate(whole, 1):
+    for number, finding in enumerate(shown, 1):
         times = f", {words['times'].format(finding.count)}" if finding.count > 1 else ""
         where = f"{finding.file}:{finding.line_number}" if finding.file else words["line"].format(finding.line_number)
         lines += ["", f"{number}. {finding.title}  [{finding.rule}{times}]"]
@@ -280,30 +282,30 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def print_findings(text: str, stream: TextIO, lang: str | None = None) -> None:
-    """Explain an uncaught error under its traceback; says so when it is unknown."""
+    """Explain an uncaught error under its traceback; say so when it is unknown."""
     lang = language(lang)
     _write(stream, "\n" + answer_text(explain(text, lang), lang))
 
 
 def _question(words: tuple[str, ...]) -> str:
-    """What was asked in words instead of naming logs; "" when a word is a file, or looks like the name of one."""
+    """The words joined, if they are a question; "" when one is a file, or looks like the name of one."""
     if not words or any(word == "-" or PATH.search(word) or Path(word).exists() for word in words):
         return ""
     return " ".join(words)
 
 
 def _logs(words: tuple[str, ...]) -> list[str]:
-    """Files, the *.log files of folders, and `-` for standard input."""
+    """List the logs to read: files, the *.log files of folders, and `-` for standard input."""
     logs: list[str] = []
     for word in words or ("-",):
         path = Path(word)
         if word == "-" or path.is_file() or path.is_fifo() or path.is_char_device():
             logs.append(word)
         elif path.is_dir():
-            inside = sorted(str(file) for ending in ("*.log", "*.log.gz") for file in path.rglob(ending))
-            if not inside:
+            logs_below = sorted(str(file) for ending in ("*.log", "*.log.gz") for file in path.rglob(ending))
+            if not logs_below:
                 raise UserError(f"there is no *.log file in {word}; name the log itself: ascendchat explain FILE")
-            logs += inside
+            logs += logs_below
         else:
             raise UserError(
                 f"there is no file {word}; give a log, pipe one in: COMMAND 2>&1 | ascendchat explain, or say what "
@@ -329,27 +331,27 @@ def _scan_logs(words: tuple[str, ...], lang: str) -> list[_Finding]:
 
 
 def run(config: ExplainConfig) -> int:
-    """`ascendchat explain`: 0 when something was recognised, 1 when the text is unknown."""
+    """Run `ascendchat explain`; exit status 0 when something was recognised, 1 when the text is unknown."""
     lang, question = language(config.lang), _question(config.log)
     findings = ask(question, lang) if question else _scan_logs(config.log, lang)
     if config.json:
         answer = {"known": bool(findings), "findings": [asdict(finding) for finding in findings]}
         _write(sys.stdout, json.dumps(answer, ensure_ascii=False, indent=2) + "\n")
     else:
-        _write(sys.stdout, answer_text(findings, lang, asked=bool(question)))
+        _write(sys.stdout, answer_text(findings, lang, is_question=bool(question)))
     return 0 if findings else 1
 
 
-# Finds rules by what a user sees instead of an error text: `ascendchat explain "training hangs"`, `explain 显存不足`.
+# Fuzzy matching of what a user sees instead of an error text: `explain "training hangs"`, `explain 显存不足`.
 #
 # Question and phrases are cut into terms: English words without their endings, Chinese characters and pairs of them. A
-# rare term weighs more than a common one. A rule is as good as its best phrase: how much of the phrase is in the
-# question, and how much of the question in the phrase.
+# rare term weighs more than a common one (as inverse document frequency does). A rule scores as its best phrase: the
+# share of the phrase that is in the question, times half of one plus the share of the question in the phrase.
 
-MOST = 5  # rules in an answer
-ENOUGH = 0.45  # score from which a rule is named at all
-NEAR = 0.6  # others are named too from this part of the best score on
-TITLE = 0.8  # a title is worth less than a symptom: it names the cause
+MAX_RULES = 5  # in an answer
+MIN_SCORE = 0.45
+MIN_SCORE_RATIO = 0.6  # to the best score
+TITLE_WORTH = 0.8  # a title weighs less than a symptom, which weighs 1: it names the cause
 STOP_WORDS = frozenset(
     "a an the is are was were be been am my your i we it its this that of on in at to for with from by and or as do "
     "does did has have had when while after before very so too just get gets got what why how can will would there "
@@ -357,52 +359,52 @@ STOP_WORDS = frozenset(
 )
 NEGATED = frozenset("no not cannot can't doesn't don't isn't won't never".split())
 ENDING = re.compile(r"(?:ing|ed|er|ly|es|s|e)$")
-FILLER = re.compile("[的了很是在太我你吗呢么怎为什个有会就都也啊呀请问时候一直老总]")
+STOP_CHARS = re.compile("[的了很是在太我你吗呢么怎为什个有会就都也啊呀请问时候一直老总]")
 
 
 def terms(text: str) -> frozenset[str]:
-    """What a text is compared by."""
+    """Set of terms by which two texts are compared."""
     parts: set[str] = set()
     for word in re.findall(r"[a-z0-9][a-z0-9_'-]*", text.casefold()):
         if word in NEGATED:
             parts.add("not")
         elif word not in STOP_WORDS:
             parts.add(word if len(word) < 5 or word.endswith("ss") else ENDING.sub("", word))
-    for run in re.findall(r"[\u4e00-\u9fff]+", FILLER.sub("", text)):
+    for run in re.findall(r"[\u4e00-\u9fff]+", STOP_CHARS.sub("", text)):
         parts |= set(run) | {run[i : i + 2] for i in range(len(run) - 1)}
     return frozenset(parts)
 
 
-def phrases(rule: Rule) -> list[tuple[str, float]]:
-    """(phrase, what it is worth) of a rule in both languages."""
-    told = [(phrase, 1.0) for told in rule.symptoms.values() for phrase in told]
-    return told + [(HOLE.sub("", title), TITLE) for title in rule.title.values()]
+def phrases(rule: ErrorRule) -> list[tuple[str, float]]:
+    """(phrase, weight) pairs of a rule in both languages."""
+    symptoms = [(phrase, 1.0) for symptoms in rule.symptoms.values() for phrase in symptoms]
+    return symptoms + [(HOLE.sub("", title), TITLE_WORTH) for title in rule.title.values()]
 
 
 @functools.cache
-def known_phrases() -> tuple[list[tuple[Rule, str, float, frozenset[str]]], Counter[str]]:
-    """(rule, phrase, what it is worth, its terms) of all rules, and in how many phrases each term is."""
-    known = [(rule, phrase, worth, terms(phrase)) for rule in all_rules()[0] for phrase, worth in phrases(rule)]
-    return known, Counter(term for _, _, _, parts in known for term in parts)
+def phrase_index() -> tuple[list[tuple[ErrorRule, str, float, frozenset[str]]], Counter[str]]:
+    """(rule, phrase, weight, terms) of all phrases of all rules, and in how many phrases each term occurs."""
+    index = [(rule, phrase, worth, terms(phrase)) for rule in all_rules()[0] for phrase, worth in phrases(rule)]
+    return index, Counter(term for _, _, _, parts in index for term in parts)
 
 
-def alike(question: str) -> list[tuple[Rule, str]]:
-    """(rule, the phrase of it that is most like the question), best first; empty when nothing is like it."""
-    known, frequency = known_phrases()
+def match_phrases(question: str) -> list[tuple[ErrorRule, str]]:
+    """(rule, its phrase most similar to the question), best first; empty when none is similar enough."""
+    index, frequency = phrase_index()
 
     def weight(parts: frozenset[str]) -> float:
-        return sum(math.log(1 + len(known) / (1 + frequency[term])) for term in parts)
+        return sum(math.log(1 + len(index) / (1 + frequency[term])) for term in parts)
 
-    wanted = terms(question)
-    whole = weight(wanted)
-    best: dict[str, tuple[float, Rule, str]] = {}
-    for rule, phrase, worth, parts in known:
-        shared = weight(parts & wanted)
+    question_terms = terms(question)
+    total = weight(question_terms)
+    best: dict[str, tuple[float, ErrorRule, str]] = {}
+    for rule, phrase, worth, parts in index:
+        shared = weight(parts & question_terms)
         if not shared:
             continue
-        score = worth * shared / weight(parts) * (0.5 + 0.5 * shared / whole)
+        score = worth * shared / weight(parts) * (0.5 + 0.5 * shared / total)
         if score > best.get(rule.id, (0.0,))[0]:
             best[rule.id] = (score, rule, phrase)
     ranked = sorted(best.values(), key=lambda entry: -entry[0])  # stable: rules named first stay first
-    floor = max(ENOUGH, NEAR * ranked[0][0]) if ranked else 0.0
-    return [(rule, phrase) for score, rule, phrase in ranked if score >= floor][:MOST]
+    floor = max(MIN_SCORE, MIN_SCORE_RATIO * ranked[0][0]) if ranked else 0.0
+    return [(rule, phrase) for score, rule, phrase in ranked if score >= floor][:MAX_RULES]

@@ -1,7 +1,8 @@
-"""The rules of `ascendchat explain`: what one is, and how rules/*.yaml is read and checked.
+"""The rules of `ascendchat explain`: their fields, and how rules/*.yaml is read and checked.
 
-rules/NN_TOPIC.yaml hold the rules (of two that match one line, the one read first comes first), codes.yaml the status
-codes that are only decoded, answer.yaml the words around the findings. docs/en/architecture.md says how to add a rule.
+rules/NN_TOPIC.yaml hold the rules (of two that match one line, the one read first comes first), codes.yaml the
+status codes that are only decoded, answer.yaml the words around the findings. docs/en/architecture.md tells how to
+add a rule.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any, NoReturn
 from ascendchat.errors import UserError
 
 FOLDER = Path(__file__).with_name("rules")
-# What comes first in the answer. A fault on one rank makes the others time out: the fault must be named before them.
-# A fault by itself; one whose reason usually stands elsewhere in the log; what other ranks and launchers say after a
-# fault; slow or odd, but no failure; a code that we can only decode.
+# The order of the answer. A fault on one rank makes the others time out: the fault must be named before them.
+# cause: a fault by itself; symptom: its reason usually stands elsewhere in the log; consequence: printed by other ranks
+# and launchers after a fault; note: slow or odd, but no failure; generic: a code that we can only decode.
 LEVELS = ("cause", "symptom", "consequence", "note", "generic")
 CAUSE, SYMPTOM, CONSEQUENCE, NOTE, GENERIC = range(5)
 HOLE = re.compile(r"\{(\w+)\}")
 SET_OR_REPEAT = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}")  # [...] or {1,40}
-FORMS = {  # what the fields of a rule must be
+FORMS = {  # field of a rule -> the value it must have
     "id": "a name such as disk-full, in lower case",
     "code": "the name of the code, such as ERR99999",
     "level": "cause, symptom, consequence, note or generic",
@@ -38,12 +39,12 @@ FORMS = {  # what the fields of a rule must be
     "base": "10 or 16",
 }
 Words = dict[str, str]  # a text in each language: {"en": ..., "zh": ...}
-Values = dict[str, str | Words]  # what the holes of a text stand for
+Values = dict[str, str | Words]  # hole of a text -> its value
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
-    """Patterns, and what to say when one of them is seen. `{name}` in a text is the group (?P<name>...)."""
+class ErrorRule:
+    """Patterns, and the texts to show when one of them matches. `{name}` in a text is the group (?P<name>...)."""
 
     id: str
     level: int
@@ -60,7 +61,7 @@ class Rule:
     base: int = 0  # set: the groups are numbers in this base
 
     def values(self, match: re.Match[str]) -> Values | None:
-        """What the holes of the texts stand for; None for a code that means nothing to us."""
+        """Values for the holes of the texts; None for a code that is not in the tables."""
         values: Values = {}
         for name, text in match.groupdict().items():
             text = str(int(text, self.base)) if self.base else text or ""
@@ -77,13 +78,13 @@ def fill(text: str, values: Values, lang: str = "en") -> str:
 
 
 def code(number: int) -> str:
-    """A pattern for a status code where an error text gives one; a bare number may be a count of tokens."""
+    """Build a pattern for a status code where an error text gives one; a bare number may be a count of tokens."""
     before = r"[Ee]rror ?[Cc]ode|[Ee]rr[Cc]ode|[Ee]rr[Nn]o|\b[Rr]et(?:[Cc]ode|[Vv]al)?|runtime result|\[?[Ee]rror\]?:"
     return rf"(?:{before})(?: is)?[ :=\[(]*{number}\b"
 
 
 def literal(pattern: str) -> str:
-    """The longest plain text that every match of `pattern` contains; "" when there is none."""
+    """Find the longest plain text that every match of `pattern` contains; "" when there is none."""
     runs, run, depth, i = [""], "", 0, 0
     while i < len(pattern):
         char, step = pattern[i], 1
@@ -108,7 +109,7 @@ def literal(pattern: str) -> str:
 
 @functools.cache
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
-    """Compiled when its plain text is first seen: all patterns together take longer than a short log."""
+    """Compile a pattern when its plain text is first seen: all patterns together take longer than a short log."""
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -120,7 +121,7 @@ def _refuse(where: str, problem: str) -> NoReturn:
 
 
 def _read(path: Path) -> Any:
-    """The content of a YAML file. A key that stands twice is refused: YAML would silently drop the first."""
+    """Read a YAML file. A key that occurs twice is refused: YAML would silently drop the first."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -143,7 +144,7 @@ def _read(path: Path) -> Any:
 
 
 def _is(value: Any, form: str) -> bool:
-    """Whether a field has its form."""
+    """True if a field has its form."""
     if form in ("patterns", "check", "commands"):
         inner = {"patterns": "pattern", "check": "title", "commands": "text"}[form]
         return isinstance(value, list) and bool(value or form == "commands") and all(_is(v, inner) for v in value)
@@ -157,12 +158,12 @@ def _is(value: Any, form: str) -> bool:
         return set(value) == {"code"} and isinstance(value["code"], int)
     if form == "id":
         return isinstance(value, str) and bool(re.fullmatch(r"[a-z0-9-]+", value))
-    known = {"level": LEVELS, "base": (10, 16), "alone": (True, False)}
-    return value in known[form] if form in known else isinstance(value, str) and bool(value.strip())
+    allowed = {"level": LEVELS, "base": (10, 16), "alone": (True, False)}
+    return value in allowed[form] if form in allowed else isinstance(value, str) and bool(value.strip())
 
 
-def _rule(entry: Any, path: Path, number: int) -> Rule:
-    """One entry of a file as a rule; anything wrong with it is refused by its name."""
+def _rule(entry: Any, path: Path, number: int) -> ErrorRule:
+    """Make a rule of one entry of a file; anything wrong with it is refused by its name."""
     kind = "code" if path.name == "codes.yaml" else "id"
     name = entry.get(kind, number) if isinstance(entry, dict) else number
     where = f"{path}, rule {name}"
@@ -188,11 +189,11 @@ def _rule(entry: Any, path: Path, number: int) -> Rule:
                 _refuse(where, f"the pattern {pattern} has no group (?P<{hole}>...) for {{{hole}}}")
     level = LEVELS.index(entry["level"])
     identity = f"code-{entry['code']}" if kind == "code" else entry["id"]
-    return Rule(**{**entry, "id": identity, "level": level, "patterns": patterns, "where": where})
+    return ErrorRule(**{**entry, "id": identity, "level": level, "patterns": patterns, "where": where})
 
 
-def read_rules(folder: Path) -> Iterator[Rule]:
-    """The rules of a folder in their order, the codes last."""
+def read_rules(folder: Path) -> Iterator[ErrorRule]:
+    """Yield the rules of a folder in their order, the codes last."""
     names: set[str] = set()
     for path in sorted(folder.glob("*.yaml")):
         if path.name == "answer.yaml":
@@ -211,15 +212,15 @@ def read_rules(folder: Path) -> Iterator[Rule]:
 
 
 @functools.cache
-def all_rules() -> tuple[list[Rule], list[Rule]]:
-    """(the rules, the codes that are only decoded), read once per process."""
+def all_rules() -> tuple[list[ErrorRule], list[ErrorRule]]:
+    """(rules, codes that are only decoded), read once per process."""
     rules = list(read_rules(FOLDER))
     return [rule for rule in rules if not rule.code], [rule for rule in rules if rule.code]
 
 
 @functools.cache
-def matchers() -> list[tuple[bytes, bytes, str, Rule]]:
-    """(plain text to look for, the same without digits, pattern, rule), the codes last."""
+def matchers() -> list[tuple[bytes, bytes, str, ErrorRule]]:
+    """(plain text to search for, that text without digits, pattern, rule), the codes last."""
     patterns = [(literal(p).encode(), p, rule) for rules in all_rules() for rule in rules for p in rule.patterns]
     return [(needle, needle.translate(None, b"0123456789"), pattern, rule) for needle, pattern, rule in patterns]
 

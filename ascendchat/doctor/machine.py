@@ -1,4 +1,4 @@
-"""What the checks of doctor look at: the machine, its packages, and what a check finds."""
+"""The machine that `ascendchat doctor` judges: its packages, devices and environment; and the result of a check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Status = Literal["ok", "warn", "fail", "skip"]
 REQUIRED = ["numpy", "yaml", "rich", "safetensors", "regex", "tiktoken"]  # no stage of any recipe works without these
 
 
-OPTIONAL = {  # module -> what is not possible without it; whoever needs it is told then
+OPTIONAL = {  # module -> the feature that needs it and says so when it is used
     "httpx": "data fetch",
     "pyarrow": ".parquet",
     "zstandard": ".zst",
@@ -37,7 +37,7 @@ VENDOR = ["decorator", "attr", "scipy", "psutil", "cloudpickle"]  # CANN's Pytho
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckResult:
     """One line of the report. `why` and `fix` are empty when there is nothing to mend."""
 
     name: str
@@ -49,7 +49,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Machine:
-    """All that the checks judge."""
+    """Everything that the checks read."""
 
     lang: str
     environ: Mapping[str, str]
@@ -69,12 +69,12 @@ class Machine:
     def say(self, en: str, zh: str) -> str:
         return zh if self.lang == "zh" else en
 
-    def fault(self, name: str, kind: str, status: Status | None = None, **values: object) -> Check:
-        """A fault of the check `name` in the words of faults.json, its {holes} filled with `values`."""
+    def fault(self, name: str, kind: str, status: Status | None = None, **values: object) -> CheckResult:
+        """Build a failed check from the words of faults.json, with its {holes} filled from `values`."""
         entry = faults()[name][kind]
         texts = [text if isinstance(text := entry[key], str) else text[self.lang] for key in ("found", "why", "fix")]
         found, why, fix = (re.sub(r"\{(\w+)\}", lambda hole: str(values[hole[1]]), text) for text in texts)
-        return Check(name, status or entry["status"], found, why, fix)
+        return CheckResult(name, status or entry["status"], found, why, fix)
 
     @property
     def nodes(self) -> list[str]:
@@ -84,17 +84,17 @@ class Machine:
 
     @property
     def npus(self) -> int:
-        """NPUs that torch can use."""
+        """Number of NPUs that torch can use."""
         return int(self.npu.values.get("count", 0)) if self.npu else 0
 
     @property
     def has_chip(self) -> bool:
-        """There is an Ascend chip here, whether or not the software can use it."""
+        """True if there is an Ascend chip here, usable by the software or not."""
         tool = isinstance(self.npu_smi, smi.Readings) or not self.npu_smi.missing
         return bool(self.npus or self.nodes or tool or self._on_pci())
 
     def _on_pci(self) -> bool:
-        """A Huawei (0x19e5) processing accelerator (class 0x12) is plugged in, even without a driver."""
+        """True if a Huawei (0x19e5) processing accelerator (class 0x12) is plugged in, even without a driver."""
         for device in (self.root / "sys/bus/pci/devices").glob("*"):
             try:
                 vendor = (device / "vendor").read_text().strip()
@@ -106,7 +106,7 @@ class Machine:
 
     @property
     def simulated(self) -> bool:
-        """The NPUs are those of cannsim."""
+        """True if the NPUs are those of cannsim."""
         return bool(self.environ.get("CANNSIM_HOME")) and self.npus > 0
 
     @property
@@ -138,7 +138,8 @@ def faults() -> dict[str, Any]:
 
 
 def plan_flag(name: str) -> str:
-    """What `ascendchat plan` needs to plan the chip that a driver calls `name`; nothing when its table has none."""
+    """The --chip flag with which `ascendchat plan` plans the chip that a driver calls `name`; "" when its table has
+    none."""
     try:
         # Typed by a person, the name of this 2019 chip would mean others; Ascend910A has the same figures.
         return f" --chip {shlex.quote(find('Ascend910A' if name == 'Ascend910B' else name).name)}"
@@ -147,5 +148,5 @@ def plan_flag(name: str) -> str:
 
 
 def gib(size: float) -> str:
-    """Bytes for people: 3.2 GiB, 512 MiB."""
+    """Format bytes for people: 3.2 GiB, 512 MiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,4 +1,4 @@
-"""Asks another process for facts about this Python, for `ascendchat doctor`. No torch in this process.
+"""Ask another process for facts about this Python, for `ascendchat doctor`. No torch in this process.
 
 `import torch` itself can fail (torch_npu without CANN, a broken wheel), hang on a sick driver, or abort the process;
 so each question is a small script run by the same interpreter, which prints one JSON object.
@@ -20,7 +20,7 @@ from ascendchat.device.env import AUTOLOAD
 
 ANSWER_PREFIX = "ASCENDCHAT-PROBE "  # libraries print warnings; this marks our line
 
-# torch alone, without vendor extensions: what the CPU, CUDA and MPS paths would find.
+# torch alone, without vendor extensions, as the CPU, CUDA and MPS paths see it.
 TORCH_SCRIPT = """
 import torch, torch.distributed as dist
 names = []
@@ -32,7 +32,7 @@ out.update(version=torch.__version__, cuda_build=torch.version.cuda or "", cuda=
            gloo=dist.is_available() and dist.is_gloo_available(), nccl=dist.is_available() and dist.is_nccl_available())
 """
 
-# What `import torch` does for a user who has torch_npu installed.
+# torch as a user sees it who has torch_npu installed.
 NPU_SCRIPT = """
 import torch, torch_npu, torch.distributed as dist
 count = torch.npu.device_count()
@@ -100,48 +100,49 @@ def run_probe(body: str, environ: Mapping[str, str], timeout: float = 60.0) -> P
     for line in done.stdout.splitlines():
         if line.startswith(ANSWER_PREFIX):
             return Probe(json.loads(line[len(ANSWER_PREFIX) :]))
-    said = done.stderr.strip() or done.stdout.strip()
-    return Probe({}, said or f"the process ended with status {done.returncode} and said nothing")
+    output = done.stderr.strip() or done.stdout.strip()
+    return Probe({}, output or f"the process ended with status {done.returncode} and said nothing")
 
 
 def ask_torch(environ: Mapping[str, str]) -> Probe:
-    """torch without vendor extensions."""
+    """Probe torch without vendor extensions."""
     return run_probe(TORCH_SCRIPT, {**environ, AUTOLOAD: "0"})
 
 
 def ask_npu(environ: Mapping[str, str]) -> Probe:
-    """torch with torch_npu, loaded as a plain `import torch` would."""
+    """Probe torch with torch_npu, loaded as a plain `import torch` would."""
     return run_probe(NPU_SCRIPT, {key: value for key, value in environ.items() if key != AUTOLOAD})
 
 
 def ask_wheels(names: list[str], environ: Mapping[str, str]) -> Probe:
-    """{module: version, None when it is not installed, or "!why" when it cannot be imported}"""
+    """Import each module: {module: version, None when it is not installed, or "!why" when it cannot be imported}."""
     return run_probe(WHEELS_SCRIPT.format(names=names), {**environ, AUTOLOAD: "0"})
 
 
 def last_line(error: str) -> str:
-    """The line of a traceback that says what happened; the first cause when exceptions are chained."""
+    """The line of a traceback that tells what happened; the first cause when exceptions are chained."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith(("ImportError", "OSError", "ModuleNotFoundError"))]
     return (causes or lines or [""])[0 if causes else -1]
 
 
 def reach(url: str, seconds: float = 2.5) -> str:
-    """ "" when `url` answers within `seconds`, else why not. It never blocks longer, not even in a name lookup."""
-    outcome: list[str] = []
+    """Try `url`: "" when it answers within `seconds`, else the reason. It never blocks longer, not even in a name
+    lookup."""
+    result: list[str] = []
 
     def try_once() -> None:
         request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "ascendchat-doctor"})
         try:
             urllib.request.urlopen(request, timeout=seconds).close()
-            outcome.append("")
+            result.append("")
         except urllib.error.HTTPError as error:  # it answered; 5xx is the proxy or the mirror saying it is down
-            outcome.append("" if error.code < 500 else f"HTTP status {error.code}")
+            result.append("" if error.code < 500 else f"HTTP status {error.code}")
         except (OSError, ValueError) as error:
-            outcome.append(str(getattr(error, "reason", "") or error))
+            result.append(str(getattr(error, "reason", "") or error))
 
     # A daemon thread: a lookup that hangs in the C library must not hold the process when it wants to end.
     thread = threading.Thread(target=try_once, daemon=True)
     thread.start()
     thread.join(seconds)
-    return outcome[0] if outcome else f"no answer within {seconds:g} s"
+    return result[0] if result else f"no answer within {seconds:g} s"

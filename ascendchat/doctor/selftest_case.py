@@ -1,4 +1,4 @@
-"""What items of the self-test share: settings, verdicts, and how a process of theirs ended."""
+"""Parts that all items of the self-test share: settings, results, and running a process to its end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import getpass
 import os
 import platform
 import re
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ascendchat.device.env import without_own_settings
-from ascendchat.processes import die_with_parent
+from ascendchat.processes import ChildProcess, how_ended
 
-LOOK = 0.05  # seconds between two looks at a process
-
-
-MAX_SAID = 300  # characters of a verdict
+POLL_SECONDS = 0.05  # between two polls of a process
+GRACE = 20.0  # seconds that a process has to end in order
+MAX_MESSAGE_CHARS = 300  # of an item's `said`
 
 
 @dataclass
-class Verdict:
-    """What came out of one item; `facts` are numbers worth sending."""
+class ItemResult:
+    """Result of one item; `facts` are numbers worth sending."""
 
     name: str
     verdict: Literal["held", "failed", "skipped"]
@@ -37,8 +34,8 @@ class Verdict:
 
 
 @dataclass
-class Settings:
-    """What all items need to know; `about` is what the first process has found out about the device."""
+class SelftestSettings:
+    """Settings of all items; `about` is what the first process found out about the device."""
 
     folder: Path  # logs, and what the runs write
     devices: int | None
@@ -49,71 +46,53 @@ class Settings:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a process that prepares its own, and writes nothing outside `folder`."""
+        """Environment for a process that prepares its own, and writes nothing outside `folder`."""
         return {**without_own_settings(), "ASCENDCHAT_HOME": str(self.folder / "home")}
 
 
-def too_many(devices: int, about: dict[str, Any]) -> bool:
-    """Whether there are fewer devices than that. Processes can share a CPU."""
+def more_than_visible(devices: int, about: dict[str, Any]) -> bool:
+    """True if there are fewer devices than that. Processes can share a CPU."""
     return about["device"] != "cpu" and devices > about["visible"]
 
 
-def end_of(
+def run_to_end(
     words: Sequence[str],
     log: Path,
-    settings: Settings,
+    settings: SelftestSettings,
     progress: Callable[[], int] = int,
     environment: dict[str, str] | None = None,
 ) -> str:
-    """Run a process to its end, or for as long as `progress` changes within the deadline; how it ended, "" when well.
-    The sentence is the last one that it or a rank of it printed."""
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment or settings.environment,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # also when this one is killed
-        )
-        last, since, overdue = progress(), time.monotonic(), False
-        try:
-            while process.poll() is None:
-                time.sleep(LOOK)
-                if (now := progress()) != last:
-                    last, since = now, time.monotonic()
-                if time.monotonic() > since + settings.deadline:
-                    overdue = True
-                    break
-        finally:  # also when this process is told to stop
-            if process.poll() is None:
-                process.terminate()  # a launcher ends its ranks
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs inside the driver cannot be killed
-                process.wait(20)
+    """Run a process to its end, or for as long as `progress` changes within the deadline; returns how it ended, "" when
+    well. The sentence is the last one that it or a rank of it printed."""
+    child = ChildProcess.start(words, log=log, tied=True, env=environment or settings.environment)
+    last, since, overdue = progress(), time.monotonic(), False
+    try:
+        while child.poll() is None:
+            time.sleep(POLL_SECONDS)
+            if (now := progress()) != last:
+                last, since = now, time.monotonic()
+            if time.monotonic() > since + settings.deadline:
+                overdue = True
+                break
+    finally:  # also when this process is told to stop
+        status = child.end(GRACE)  # a launcher ends its ranks
     if overdue:
         return f"no answer within {settings.deadline:g} s"
-    if process.returncode == 0:
+    if status == 0:
         return ""
-    code = process.returncode
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-    return cleaned(f"its process ended ({how}): {last_words(log)}")
+    return anonymised(f"its process ended ({how_ended(status)}): {last_message(log)}")
 
 
-def last_words(log: Path) -> str:
-    """The sentence of a launcher about its rank, else the last line that says something."""
+def last_message(log: Path) -> str:
+    """The launcher's sentence about its rank, else the last error, else the last line of the log."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     ranks = [line for line in lines if re.search(r"ascendchat launch: rank \d+ ", line)]
     errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception)\b", line)]
     return (ranks or errors or lines or ["it printed nothing"])[-1]
 
 
-def cleaned(text: str) -> str:
-    """One line that says nothing of who and where: no paths, addresses, host or user names."""
+def anonymised(text: str) -> str:
+    """The text on one line, without paths, addresses, host and user names."""
     text = re.sub(r"(?<![\w.])(/[\w.@+~-]+){2,}/?", "<path>", " ".join(text.split()))
     text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "<address>", text)
     hosts = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
@@ -122,4 +101,4 @@ def cleaned(text: str) -> str:
         names.add(getpass.getuser())
     for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
         text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
-    return text[:MAX_SAID]
+    return text[:MAX_MESSAGE_CHARS]

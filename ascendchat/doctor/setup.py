@@ -1,9 +1,9 @@
-"""`ascendchat setup [--yes]`: what to install on this machine, in order, and why; with --yes the parts that pip does.
+"""Tell what to install on this machine, in order, and why: `ascendchat setup`; with --yes, do the parts that pip does.
 
     python3 -m ascendchat setup            # in a clone, before anything is installed: the standard library is enough
 
-What is here is judged by the checks of `ascendchat doctor`; pairs of CANN, torch and torch_npu are those of
-device/cann.py. The driver and CANN come from the vendor and are not installed from here.
+The checks of `ascendchat doctor` judge what is here; pairs of CANN, torch and torch_npu are those of device/cann.py.
+The driver and CANN come from the vendor and are not installed from here.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ascendchat.doctor.machine import Machine
 from ascendchat.doctor.probe import Probe
 from ascendchat.errors import UserError, home
 
-NOT_ASKED = Probe({}, "not asked")
-SLOW = 5.0  # seconds in which a hub answers on a network that is good enough
+NOT_PROBED = Probe({}, "not asked")
+HUB_TIMEOUT = 5.0  # seconds; on a usable network a hub answers sooner
 TIMEOUT = "export HF_HUB_DOWNLOAD_TIMEOUT=300"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do. `by_hand`: nobody can do it for you, such as loading CANN into your shell."""
+    """One thing to do. `by_hand`: no program can do it for the user, such as loading CANN into a shell."""
 
     why: str
     command: str
@@ -47,34 +47,34 @@ class Step:
 
 
 def run(config: SetupConfig) -> int:
-    """The command."""
+    """Run `ascendchat setup`."""
     machine = look(language(config.lang))
-    todo = steps(machine, config)
-    for line in lines(machine, todo, kind_of(machine, config)):
+    pending = steps(machine, config)
+    for line in lines(machine, pending, kind_of(machine, config)):
         print(line)
-    return perform(todo) if config.yes else 0
+    return run_pip_steps(pending) if config.yes else 0
 
 
 def look(lang: str) -> Machine:
-    """What can be seen without importing torch: the vendors' tools, the versions that are installed, the hub."""
+    """Look at this machine without importing torch: the vendors' tools, the installed versions, the hub."""
     environ = dict(os.environ)
     offline = environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     return Machine(
         lang=lang,
         environ=environ,
         home=home(),
-        torch=NOT_ASKED,
+        torch=NOT_PROBED,
         npu=None,
-        wheels=NOT_ASKED,
+        wheels=NOT_PROBED,
         npu_smi=smi.read("npu-smi"),
         nvidia_smi=smi.read("nvidia-smi"),
-        mirror=None if offline else probe.reach(environ.get("HF_ENDPOINT") or HUGGING_FACE, SLOW),
+        mirror=None if offline else probe.reach(environ.get("HF_ENDPOINT") or HUGGING_FACE, HUB_TIMEOUT),
         versions=installed(),
     )
 
 
 def kind_of(m: Machine, config: SetupConfig) -> str:
-    """For which type of device to install."""
+    """Type of device to install for."""
     if config.device_type:
         return config.device_type
     if m.has_chip:
@@ -85,25 +85,25 @@ def kind_of(m: Machine, config: SetupConfig) -> str:
 
 
 def steps(m: Machine, config: SetupConfig) -> list[Step]:
-    """Everything that is missing, in order; of Python packages also ours."""
+    """List everything that is missing, in order, our own package included."""
     kind = kind_of(m, config)
-    found = system_steps(m) if kind == "npu" else []
+    result = system_steps(m) if kind == "npu" else []
     pair = torch_step(m, kind)
-    here, extra = in_clone(), "[npu]" if kind == "npu" else ""
-    own = "pip install " + "-c constraints.txt " * (here and kind == "cpu") + "-e " * here
-    own += shlex.quote(("." if here else "ascendchat") + extra)
-    packages = [*pair, Step(m.say("this package and what it needs", "本项目及其依赖"), own)]
+    cloned, extra = in_clone(), "[npu]" if kind == "npu" else ""
+    install_self = "pip install " + "-c constraints.txt " * (cloned and kind == "cpu") + "-e " * cloned
+    install_self += shlex.quote(("." if cloned else "ascendchat") + extra)
+    packages = [*pair, Step(m.say("this package and what it needs", "本项目及其依赖"), install_self)]
     where = " ".join(
         f"{flag} {shlex.quote(url)}"
         for flag, url in (("--index-url", config.index), ("--extra-index-url", config.extra_index))
         if url
     )
-    found += [Step(step.why, f"{step.command} {where}".strip()) for step in packages]
-    return found + network_steps(m, config)
+    result += [Step(step.why, f"{step.command} {where}".strip()) for step in packages]
+    return result + network_steps(m, config)
 
 
 def system_steps(m: Machine) -> list[Step]:
-    """Driver and CANN: what the doctor finds wrong with them, and his remedy."""
+    """Steps for driver and CANN: the faults that the doctor finds with them, and their remedies."""
     if not m.has_chip:
         return [
             Step(
@@ -128,7 +128,7 @@ def cann_here(m: Machine) -> str:
 
 
 def torch_step(m: Machine, kind: str) -> list[Step]:
-    """The torch for this device, where it is not there."""
+    """Step that installs the torch for this device, where it is missing."""
     torch, torch_npu = m.versions.get("torch", ""), m.versions.get("torch_npu", "")
     if kind != "npu":
         if torch or kind == "cpu":  # the versions of constraints.txt
@@ -139,8 +139,10 @@ def torch_step(m: Machine, kind: str) -> list[Step]:
     if torch_npu and same and fits(torch_npu, version or NEWEST):
         return []
     line = install_line(version)
-    of = f"CANN {version}" if version else m.say(f"CANN {NEWEST} (none was found)", f"CANN {NEWEST}（未找到已安装的）")
-    why = m.say(f"torch and torch_npu that belong to {of}", f"与 {of} 配套的 torch 和 torch_npu")
+    belongs_to = (
+        f"CANN {version}" if version else m.say(f"CANN {NEWEST} (none was found)", f"CANN {NEWEST}（未找到已安装的）")
+    )
+    why = m.say(f"torch and torch_npu that belong to {belongs_to}", f"与 {belongs_to} 配套的 torch 和 torch_npu")
     if "+cpu" in line:
         why += m.say(
             "; this build of torch is on PyTorch's own index: give its address, which pytorch.org shows under CPU, "
@@ -151,28 +153,28 @@ def torch_step(m: Machine, kind: str) -> list[Step]:
 
 
 def network_steps(m: Machine, config: SetupConfig) -> list[Step]:
-    """Mirrors, where the hub does not answer."""
+    """Steps that set a mirror, where the hub does not answer."""
     if not m.mirror:
         return []
-    asked = m.environ.get("HF_ENDPOINT") or HUGGING_FACE
-    why = m.say(f"{asked} does not answer ({m.mirror}): ", f"{asked} 没有回应（{m.mirror}）：")
-    if asked.rstrip("/") == MIRROR:
+    hub = m.environ.get("HF_ENDPOINT") or HUGGING_FACE
+    why = m.say(f"{hub} does not answer ({m.mirror}): ", f"{hub} 没有回应（{m.mirror}）：")
+    if hub.rstrip("/") == MIRROR:
         text = m.say("work from what is here, or from a folder", "只用已有的，或用文件夹")
         return [Step(why + text, "export HF_HUB_OFFLINE=1", by_hand=True)]
     text = m.say("models and data from a mirror, with more patience", "改用镜像下载模型和数据，并延长等待")
-    found = [Step(why + text, f"export HF_ENDPOINT={MIRROR}; {TIMEOUT}", by_hand=True)]
+    result = [Step(why + text, f"export HF_ENDPOINT={MIRROR}; {TIMEOUT}", by_hand=True)]
     if not config.index and not m.environ.get("PIP_INDEX_URL"):
         text = m.say(
             "where pip is slow too: the mirror of your university, company or cloud, once for this and all later "
             "installs",
             "如果 pip 也慢：用学校、公司或云厂商的镜像，设置一次，以后都有效",
         )
-        found.append(Step(text, "pip config set global.index-url URL", by_hand=True))
-    return found
+        result.append(Step(text, "pip config set global.index-url URL", by_hand=True))
+    return result
 
 
-def lines(m: Machine, todo: Sequence[Step], kind: str) -> list[str]:
-    """What is here, then what to do."""
+def lines(m: Machine, pending: Sequence[Step], kind: str) -> list[str]:
+    """Format what is here, then what to do."""
     chips = m.npu_smi if kind == "npu" else m.nvidia_smi
     devices = f"{len(chips.devices)} x {chips.devices[0].name}" if isinstance(chips, smi.Readings) else "-"
     python = ".".join(map(str, m.python))
@@ -184,28 +186,28 @@ def lines(m: Machine, todo: Sequence[Step], kind: str) -> list[str]:
         facts.append(("CANN", (cann_here(m) or "-") + state))
     names = ("torch", "torch_npu") if kind == "npu" else ("torch",)
     facts += [(name, m.versions.get(name, "-")) for name in names]
-    shown = [f"{label:<10} {value}" for label, value in facts]
-    if not todo:
-        return [*shown, "", m.say("nothing to do", "无需安装")]
-    shown.append("")
-    for number, step in enumerate(todo, 1):
-        shown.append(f"{number}. {step.why}" + m.say(" (by hand)", "（需手动）") * step.by_hand)
-        shown.append(f"   $ {without_secrets(step.command)}")
-    automatic = ", ".join(str(number) for number, step in enumerate(todo, 1) if not step.by_hand)
-    shown.append("")
+    text = [f"{label:<10} {value}" for label, value in facts]
+    if not pending:
+        return [*text, "", m.say("nothing to do", "无需安装")]
+    text.append("")
+    for number, step in enumerate(pending, 1):
+        text.append(f"{number}. {step.why}" + m.say(" (by hand)", "（需手动）") * step.by_hand)
+        text.append(f"   $ {without_secrets(step.command)}")
+    automatic = ", ".join(str(number) for number, step in enumerate(pending, 1) if not step.by_hand)
+    text.append("")
     if automatic:
-        shown.append(m.say(f"ascendchat setup --yes runs {automatic}", f"ascendchat setup --yes 会执行 {automatic}"))
-    shown.append(m.say("then: ascendchat doctor", "然后：ascendchat doctor"))
-    return shown
+        text.append(m.say(f"ascendchat setup --yes runs {automatic}", f"ascendchat setup --yes 会执行 {automatic}"))
+    text.append(m.say("then: ascendchat doctor", "然后：ascendchat doctor"))
+    return text
 
 
 def without_secrets(command: str) -> str:
-    """To be shown: without the name and password of a private index, which would stay in logs."""
+    """The command without the user name and password of a private index, which would stay in logs."""
     return re.sub(r"(?<=://)[^\s/]+@", "***@", command)
 
 
 def clone() -> Path:
-    """The folder in which `pip install -e .` works."""
+    """Folder in which `pip install -e .` works."""
     folder = Path(__file__).resolve().parents[2]
     project = folder / "pyproject.toml"  # in site-packages it may be that of any wheel
     text = project.read_text(encoding="utf-8", errors="replace") if project.is_file() else ""
@@ -216,8 +218,8 @@ def clone() -> Path:
     return folder
 
 
-def perform(todo: Sequence[Step]) -> int:
-    """Run what pip does, in the clone and for this Python; the status of the first that fails."""
+def run_pip_steps(pending: Sequence[Step]) -> int:
+    """Run the steps that pip does, in the clone and for this Python; returns the status of the first that fails."""
     managed = Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED"
     if managed.is_file() and sys.prefix == sys.base_prefix:
         raise UserError(
@@ -225,7 +227,7 @@ def perform(todo: Sequence[Step]) -> int:
             "python3 -m venv .venv && .venv/bin/python -m ascendchat setup --yes"
         )
     folder = clone()
-    for step in todo:
+    for step in pending:
         if step.by_hand:
             continue
         words = shlex.split(step.command)

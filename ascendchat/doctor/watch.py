@@ -1,4 +1,4 @@
-"""`ascendchat doctor --watch`: the devices live. A table on a terminal, plain lines into a file or a pipe.
+"""Show the devices live: `ascendchat doctor --watch`. A table on a terminal, plain lines into a file or a pipe.
 
 On a machine without devices it shows the CPU and its memory, which is what a run on CPU uses.
 """
@@ -28,7 +28,7 @@ HEAD = {
 
 
 @dataclass
-class Cpu:
+class CpuUsage:
     """Remembers the last count of busy and idle ticks: load is the difference between two readings."""
 
     busy: int = 0
@@ -47,7 +47,7 @@ class Cpu:
         return percent
 
 
-def device_rows(readings: smi.Readings | smi.Problem, cpu: Cpu) -> list[tuple[str, ...]]:
+def device_rows(readings: smi.Readings | smi.Problem, cpu: CpuUsage) -> list[tuple[str, ...]]:
     """One row of text per device; the CPU where there is none."""
     if isinstance(readings, smi.Problem):
         available, total = memory_bytes(Path("/"))
@@ -75,7 +75,7 @@ def device_rows(readings: smi.Readings | smi.Problem, cpu: Cpu) -> list[tuple[st
 
 
 def device_table(content: list[tuple[str, ...]], problem: str, lang: str) -> RenderableType:
-    """The view of one moment, for a terminal."""
+    """Build the table of one moment, for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -92,7 +92,7 @@ def watch_devices(interval: float, lang: str, rounds: int | None = None) -> int:
     """Show the devices every `interval` seconds until Ctrl-C, or `rounds` times."""
     if interval <= 0:
         raise UserError(f"--interval {interval}: give a number of seconds above 0, for example --interval 2")
-    cpu = Cpu()
+    cpu = CpuUsage()
     cpu.use()
     try:
         if sys.stdout.isatty():
@@ -100,17 +100,17 @@ def watch_devices(interval: float, lang: str, rounds: int | None = None) -> int:
         else:
             _lines(interval, rounds, cpu)
     except KeyboardInterrupt:
-        pass  # the way this view is meant to end
+        pass  # Ctrl-C is how a user ends this view
     return 0
 
 
-def _look(cpu: Cpu) -> tuple[list[tuple[str, ...]], str]:
+def _look(cpu: CpuUsage) -> tuple[list[tuple[str, ...]], str]:
     readings = smi.read()
     problem = readings.text if isinstance(readings, smi.Problem) and not readings.missing else ""
     return device_rows(readings, cpu), problem
 
 
-def _live(interval: float, lang: str, rounds: int | None, cpu: Cpu) -> None:
+def _live(interval: float, lang: str, rounds: int | None, cpu: CpuUsage) -> None:
     from rich.live import Live
 
     time.sleep(min(interval, 0.2))  # a load needs two readings
@@ -122,7 +122,7 @@ def _live(interval: float, lang: str, rounds: int | None, cpu: Cpu) -> None:
             time.sleep(interval)
 
 
-def _lines(interval: float, rounds: int | None, cpu: Cpu) -> None:
+def _lines(interval: float, rounds: int | None, cpu: CpuUsage) -> None:
     done = 0
     while rounds is None or done < rounds:
         time.sleep(interval if done else min(interval, 0.2))

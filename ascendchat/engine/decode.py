@@ -6,7 +6,7 @@
 
 All state of the running rows (last tokens, lengths, sampling settings, KV cache) lives on the device, in slots. A step
 is one function of that state, from the embedding to the sampled token, and never talks to the host: where the chip can
-replay, it is captured as one graph per StepKey. engine.py decides who runs.
+replay, it is captured as one graph per _StepKey. engine.py decides who runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PLAIN = Mode(), Mode(Draw.RANDOM)  # what Triton and the compiler do; sorting an
 Forward = Callable[[int, int], tuple[Tensor, Tensor, Tensor]]  # rows, span -> logits, tokens, positions
 
 
-class StepKey(NamedTuple):
+class _StepKey(NamedTuple):
     """The shape of a decoding step: each is captured as a graph of its own."""
 
     rows: int
@@ -108,7 +108,7 @@ class Decoder:
         self.settings = SamplingSettings(*(torch.tensor([value] * slots, device=place) for value in idle))
         self.tables: Tables | None = None  # made for the first request that needs them
         self.blocks = columns(self.vocab, place)
-        self.steps: OrderedDict[StepKey, Callable[[], Tensor]] = OrderedDict()  # that used last comes last
+        self.steps: OrderedDict[_StepKey, Callable[[], Tensor]] = OrderedDict()  # that used last comes last
         self.prepared: list[tuple[int, int]] = []  # rows and keys, the cheapest first; see prepare
         self.kind, self._step = self._choose_step()
 
@@ -217,7 +217,7 @@ class Decoder:
         if self.prepared:
             fits = ((most, reach) for most, reach in self.prepared if most >= rows and reach >= longest)
             count, span = next(fits, (count, span))
-        key = StepKey(count, span, mode)
+        key = _StepKey(count, span, mode)
         if key not in self.steps:
             self.steps[key] = self._capture(key)
         self.steps.move_to_end(key)
@@ -234,13 +234,13 @@ class Decoder:
         for number, (count, span) in enumerate(sizes):
             say(f"preparing {number + 1} of {len(sizes)}: {count} row(s), {span} keys")
             for mode in PLAIN:
-                key = StepKey(count, span, mode)
+                key = _StepKey(count, span, mode)
                 self.steps[key] = step = self._capture(key)
                 with self._standing():
                     step()
         self.prepared = sizes
 
-    def _capture(self, key: StepKey) -> Callable[[], Tensor]:
+    def _capture(self, key: _StepKey) -> Callable[[], Tensor]:
         """Capture a step as a graph where the chip can; of too many, the least recently used one goes."""
         step = partial(self._step, key)
         if not self.graphs:
@@ -253,7 +253,7 @@ class Decoder:
                 step, updates=partial(self._updates, key.rows) if self.kernel.host_lengths else None
             )
 
-    def _choose_step(self) -> tuple[str, Callable[[StepKey], Tensor]]:
+    def _choose_step(self) -> tuple[str, Callable[[_StepKey], Tensor]]:
         """Choose what a step runs, by name: "triton" for our own model on a chip with Triton, where logits are computed
         as usual; else "torch", or "compiled"."""
         usual = type(self.readout) in (Readout, Float32Readout)
@@ -270,17 +270,17 @@ class Decoder:
 
     def _torch_step(
         self, one_row: Forward, many_rows: Forward, finish: Callable[..., Tensor]
-    ) -> Callable[[StepKey], Tensor]:
+    ) -> Callable[[_StepKey], Tensor]:
         """A step of two functions: model and sampling."""
 
-        def step(key: StepKey) -> Tensor:
+        def step(key: _StepKey) -> Tensor:
             forward = one_row if key.rows == 1 else many_rows
             ending = finish if key.mode in PLAIN else self._finish
             return ending(key.rows, key.mode, *forward(key.rows, key.span))
 
         return step
 
-    def _triton_step(self, model: GPT, kernel: Flash) -> Callable[[StepKey], Tensor]:
+    def _triton_step(self, model: GPT, kernel: Flash) -> Callable[[_StepKey], Tensor]:
         """A step by our own kernels, of which few are launched: gpt_step.py, sampling_kernels.py."""
         from ascendchat.engine.gpt_step import Slots, TokenStep
         from ascendchat.engine.sampling_kernels import State, choose
@@ -290,7 +290,7 @@ class Decoder:
         slots = Slots(self.token, self.override, self.previous, self.length, self.target)
         state = State(self.token, self.previous, self.override, self.length, self.advance)
 
-        def step(key: StepKey) -> Tensor:
+        def step(key: _StepKey) -> Tensor:
             logits, token, position = forward(key.rows, slots, key.span)  # logits without softcap
             if key.mode not in PLAIN:
                 return self._finish(key.rows, key.mode, softcap * torch.tanh(logits / softcap), token, position)

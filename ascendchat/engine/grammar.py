@@ -39,6 +39,7 @@ import numpy as np
 
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Grammar
+from ascendchat.processes import ChildProcess
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -400,7 +401,7 @@ class Lane:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ChildProcess | None = None
         self._lock = threading.Lock()
 
     def reason(self, grammar: Grammar, seconds: float) -> str | None:
@@ -420,29 +421,29 @@ class Lane:
         """Exit status of the process that gave no answer; 0 when it had to be killed."""
         process, self.process = self.process, None
         assert process is not None
-        try:
-            return process.wait(ENDING)
-        except subprocess.TimeoutExpired:
+        status = process.wait(ENDING)
+        if status is None:
             process.kill()
             process.wait()
-            return 0
+        return status or 0
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> ChildProcess:
         path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         one = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-        process = subprocess.Popen(
+        child = ChildProcess.start(
             [sys.executable, "-m", "ascendchat.engine.grammar"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, **one, "PYTHONPATH": os.pathsep.join(path)},
         )
-        assert process.stdin is not None
-        pickle.dump(getattr(self.tokenizer, "for_grammars", self.tokenizer), process.stdin)
-        return process
+        assert child.process.stdin is not None
+        pickle.dump(getattr(self.tokenizer, "for_grammars", self.tokenizer), child.process.stdin)
+        return child
 
-    def _ask(self, process: subprocess.Popen[bytes], job: tuple[Grammar, float]) -> str | None:
+    def _ask(self, child: ChildProcess, job: tuple[Grammar, float]) -> str | None:
         """The other process's answer; None when it died or never came."""
+        process = child.process
         assert process.stdin is not None
         assert process.stdout is not None
         try:

@@ -20,8 +20,8 @@ from ascendchat.errors import UserError
 from ascendchat.models.folder import OpenedFolder
 from ascendchat.models.open import Opened, open_model
 from ascendchat.models.trial import KERNEL, PROVEN, TROUBLE, distance, short_windows, tolerance, trial_row
+from ascendchat.nn.attention import dense
 from ascendchat.nn.logprobs import Readout
-from ascendchat.nn.model import dense
 from ascendchat.parallel.context import Context
 
 

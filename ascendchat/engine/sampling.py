@@ -27,7 +27,7 @@ MAX_EXACT = 2**24  # whole numbers up to here are exact in float32; no vocabular
 
 
 class Draw(IntEnum):
-    """How tokens are drawn, each way with what the ones before it do."""
+    """The ways to draw a token, each with what the ones before it do."""
 
     GREEDY = 0
     RANDOM = 1  # at a temperature

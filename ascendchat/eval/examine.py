@@ -29,8 +29,8 @@ from ascendchat.engine.request import Generator, Request, Sampling, prompt_room
 from ascendchat.errors import UserError
 from ascendchat.eval.core import centre
 from ascendchat.eval.scorer import batches
-from ascendchat.nn.attention import Attention
-from ascendchat.nn.model import LanguageModel, dense
+from ascendchat.nn.attention import Attention, dense
+from ascendchat.nn.model import LanguageModel
 from ascendchat.parallel import collectives
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.named import pass_at_k

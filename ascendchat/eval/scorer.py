@@ -23,11 +23,10 @@ from torch import Tensor
 
 from ascendchat.engine.padding import Row, padded_length, stack, to_device
 from ascendchat.errors import UserError
-from ascendchat.nn.attention import Attention
-from ascendchat.nn.documents import Documents, documents
+from ascendchat.nn.attention import Attention, dense, documents
 from ascendchat.nn.gpt import shifted
 from ascendchat.nn.loss import chunk_rows
-from ascendchat.nn.model import LanguageModel, dense
+from ascendchat.nn.model import Documents, LanguageModel
 
 MAX_TOKENS = 32768  # tokens of one forward pass
 WORTH_SHARING = 64  # tokens; a shorter common beginning is cheaper to repeat than to keep

@@ -1,64 +1,74 @@
-"""Becomes one rank: `python rank.py FOLDER [node_K_]`, started by the torchrun inside `ascendchat launch`.
+"""The processes of a rank of `ascendchat launch`: how they begin, and how all of them end, whoever is killed.
 
-It sends its output to FOLDER/rank_N.log, makes sure that it dies with its parent, and then replaces itself by Python
-with the arguments in FOLDER/program.json: what runs is what plain torchrun would have run, but torchrun never sees the
-flags of the program (it would take --run for its own --run-path). Standard library only, to start fast.
+    python -m ascendchat.launch.rank begin WORDS...                # by torchrun: becomes Python with these words
+    python -m ascendchat.launch.rank guard LOGS PREFIX SECONDS     # beside the launcher: ends ranks that outlive it
 
-All nodes of a job write to one FOLDER. N counts the ranks of all nodes; every other file is of one node only, and with
-several nodes its name begins with `node_K_`.
+A rank leads a process group of its own. Its pid file holds its process id and when it started, so that another process
+that gets the id later is not taken for it. Standard library only, to start fast.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
-from ascendchat.processes import FILES, die_with_parent, started
+from ascendchat.processes import RANK_FILES, started
 
-# torchrun must be able to import torch even if the plug-in of a device is broken, so it runs with "0". The ranks get
-# the user's own value back.
-AUTOLOAD, KEPT_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCENDCHAT_KEPT_AUTOLOAD"
-PROGRAM = "program.json"
-MARK = "ASCENDCHAT_RANK_PROCESS"  # content of the pid file, inherited by all that a rank starts: shows whose they are
+LOOK = 0.05  # seconds between two looks at ranks that shall end
 
 
-def log_file(folder: Path, rank: int) -> Path:
-    """Where everything that one rank prints goes."""
-    return folder / f"rank_{rank}.log"
+def begin(words: list[str]) -> None:
+    """Send all output to one file, write the pid file and become the program; the process id stays."""
+    os.dup2(1, 2)
+    own = os.getpid()
+    Path(f"{os.environ[RANK_FILES]}{os.environ['RANK']}.pid").write_text(f"{own} {started(own)}", encoding="ascii")
+    os.execv(sys.executable, [sys.executable, "-u", *words])
 
 
-def node_prefix(nodes: int, node: int) -> str:
-    """How the names of this node's own files begin: nodes share the folder."""
-    return f"node_{node}_" if nodes > 1 else ""
+def pid_files(logs: Path, prefix: str) -> list[Path]:
+    """The pid files of this node, of whatever attempt."""
+    return list(logs.glob(f"attempt_*/{prefix}rank_*.pid"))
 
 
-def enter(argv: list[str]) -> list[str]:
-    """Redirect, note the process id and when it started; the arguments of Python with which this rank goes on."""
-    folder, node, rank = Path(argv[0]), "".join(argv[1:]), int(os.environ["RANK"])
-    die_with_parent(signal.SIGKILL)
-    log = os.open(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.environ[MARK] = f"{os.getpid()} {started(os.getpid())}"
-    os.environ[FILES] = str(folder / f"{node}rank_")
-    (folder / f"{node}rank_{rank}.pid").write_text(os.environ[MARK], encoding="ascii")
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    kept = os.environ.pop(KEPT_AUTOLOAD, "")
-    if kept:
-        os.environ[AUTOLOAD] = kept
-    else:
-        os.environ.pop(AUTOLOAD, None)
-    program: list[str] = json.loads((folder / f"{node}{PROGRAM}").read_text(encoding="utf-8"))
-    return program
+def signal_groups(paths: list[Path], number: int) -> bool:
+    """Send a signal to the process groups of these ranks; False when none of them has a process any more."""
+    left = False
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            pid, _, since = path.read_text(encoding="ascii").partition(" ")
+            # A number that no process has, though its group has members, is given to no other process: these are ours.
+            if pid.isdigit() and int(pid) > 1 and started(int(pid)) in ("", since):
+                os.killpg(int(pid), number)
+                left = True
+    return left
 
 
-def main(argv: list[str]) -> None:
-    """Never returns."""
-    os.execv(sys.executable, [sys.executable, "-u", *enter(argv)])
+def end_groups(logs: Path, prefix: str) -> None:
+    """Kill what is left of the ranks and of all that they have started, and remove their pid files."""
+    paths = pid_files(logs, prefix)
+    signal_groups(paths, signal.SIGKILL)
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def guard(logs: Path, prefix: str, grace: float) -> None:
+    """Wait until the launcher, which holds the other end of the input, is gone; let its ranks save, then kill them."""
+    sys.stdin.buffer.read()
+    until = time.monotonic() + grace
+    told: set[Path] = set()
+    while time.monotonic() < until and signal_groups(paths := pid_files(logs, prefix), 0):
+        signal_groups([path for path in paths if path not in told], signal.SIGTERM)
+        told.update(paths)
+        time.sleep(LOOK)
+    end_groups(logs, prefix)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] == "begin":
+        begin(sys.argv[2:])
+    else:
+        guard(Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]))

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from ascendchat.models.import_transformers import library
 from ascendchat.models.shape import HFShape
-from ascendchat.nn.documents import Documents
 from ascendchat.nn.loss import uncapped_score
-from ascendchat.nn.model import Attend, LanguageModel, Shift
+from ascendchat.nn.model import Attend, Documents, LanguageModel, Shift
 
 ATTENTION = "ascendchat"
 
@@ -161,7 +160,7 @@ def scale_of(inner: Any) -> float | None:
 
 # The layers of a model of transformers in training, compiled: once for all that do the same.
 #
-#     forward = CompiledLayers(model, device.compile, print)       # as model.forward; Learner in train/model.py
+#     forward = CompiledLayers(model, device.compile, print)       # as model.forward; TrainModel in train/model.py
 #
 # A compiler that is given the whole model writes out each of its layers, for minutes. Here it sees one of them, with
 # the weights as arguments. Only what calls `forward` is compiled: samples and scores come in many shapes and call the

@@ -38,7 +38,7 @@ from ascendchat.data.chat.template import (
     most_that_fit,
 )
 from ascendchat.data.chat.turns import TOOLS_OFFERED
-from ascendchat.data.surrogates import without_halves
+from ascendchat.data.surrogates import replace_lone_surrogates
 from ascendchat.errors import UserError
 
 # Calls of tools as the messages that chat templates take, as transformers describes them.
@@ -296,7 +296,7 @@ class ChatTemplate:
         return text
 
     def _apply(self, talk: Sequence[Message], **how: Any) -> Any:
-        bare, tools = map(without_halves, split_offers(talk))
+        bare, tools = map(replace_lone_surrogates, split_offers(talk))
         try:
             return self.inner.apply_chat_template(bare, **({"tools": tools} if tools else {}), **self.options, **how)
         except Exception as error:  # noqa: BLE001 (a template is a program of the model's author)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ascendchat.data.surrogates import without_halves
+from ascendchat.data.surrogates import replace_lone_surrogates
 from ascendchat.data.tokenizer.storage import byte_letters
 from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer
 from ascendchat.errors import UserError
@@ -89,10 +89,10 @@ class HFTokenizer(Tokenizer):
         return made
 
     def encode(self, text: str) -> list[int]:
-        return self._plain.encode(without_halves(text), add_special_tokens=False).ids  # type: ignore[no-any-return]
+        return self._plain.encode(replace_lone_surrogates(text), add_special_tokens=False).ids  # type: ignore[no-any-return]
 
     def encode_batch(self, texts: list[str], threads: int = min(8, os.cpu_count() or 1)) -> list[list[int]]:
-        whole = [without_halves(text) for text in texts]
+        whole = [replace_lone_surrogates(text) for text in texts]
         return [found.ids for found in self._plain.encode_batch(whole, add_special_tokens=False)]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from ascendchat.errors import UserError
 from ascendchat.models.causal_lm import ATTENTION, CausalLM
-from ascendchat.nn.attention import Reference
-from ascendchat.nn.documents import documents
-from ascendchat.nn.model import dense
+from ascendchat.nn.attention import Reference, dense, documents
 
 PROVEN = {"llama", "mistral", "qwen2", "qwen3"}  # the tests compare these with transformers; others are tried at once
 REFUSED = "final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"  # done by nobody here

@@ -9,7 +9,7 @@
 `window` counts the token itself: 1 sees only itself, T or more sees everything. Queries are aligned to the last key.
 A kernel that was asked for and cannot run is an error; nothing falls back silently. `bounds` says where documents end:
 
-    bounds = documents(kernel, lengths, tokens, dtype).bounds    # once per batch (B, T), for all layers: documents.py
+    bounds = documents(kernel, lengths, tokens, dtype).bounds    # once per batch (B, T), for all layers
 
 | FlashAttention       | npu_fusion_attention                   | note                                            |
 |----------------------|----------------------------------------|-------------------------------------------------|
@@ -34,7 +34,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.errors import UserError
+from ascendchat.nn.model import Attend, Documents, LanguageModel
 
+PER_DOCUMENT = 8192  # on a CPU, row length × mean document length from which a call per document pays: docs/log.md
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
 USUAL_LENGTH = 256  # tokens of a document: what there is room for before the first text is seen
 FEW_ROWS = 8  # up to so many rows, a compiled decoding step uses the kernel of triton_decoding.py
@@ -368,6 +370,50 @@ def choose(
             return kernel, f"attention: {kernel.name}{why}"
         refused.append(f"{kernel.name} ({reason})")
     raise AssertionError("the reference runs everywhere")
+
+
+def dense(model: LanguageModel, kernel: Attention, seq_len: int | None = None) -> Attend:
+    """Causal attention over whole rows, or within the documents of a batch; each layer with its window."""
+    windows, scale = model.shape.windows(seq_len), model.scale
+    kernel.prepare(seq_len or model.shape.seq_len, windows, model.head.device)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, bounds: Any = None) -> Tensor:
+        if bounds is None:
+            return kernel.dense(q, k, v, windows[layer], scale)
+        return kernel.packed(q, k, v, bounds, windows[layer], scale)
+
+    return attend
+
+
+def documents(
+    kernel: Attention,
+    lengths: Ints,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    *,
+    compiled: bool = False,
+    pin: bool = False,
+    restarts: bool = False,
+) -> Documents:
+    """Borders of the documents in a batch `tokens` (B, T), from their lengths, row after row.
+
+    Made on the host once per batch, for all layers, and uploaded without waiting where memory can be pinned.
+    `restarts`: the model counts positions from the beginning of each document.
+    """
+
+    def upload(made: Tensor) -> Tensor:
+        return (made.pin_memory() if pin else made).to(tokens.device, non_blocking=pin)
+
+    lengths = np.asarray(lengths, np.int32)
+    continues_document = torch.ones(tokens.numel(), dtype=dtype)
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    continues_document[torch.from_numpy(starts)] = 0
+    positions = torch.from_numpy(np.arange(tokens.numel()) - starts.repeat(lengths)) if restarts else None
+    work = tokens.size(1) * tokens.numel() / len(lengths)  # a mask costs by the row, a call by the document
+    one_by_one = tokens.device.type == "cpu" and not compiled and work >= PER_DOCUMENT
+    bounds = kernel.bounds(lengths, len(tokens), one_by_one, upload)
+    within = None if positions is None else upload(positions.view(tokens.shape))
+    return Documents(upload(continues_document.view(tokens.shape)), bounds, within)
 
 
 # Masks of attention, bool, True where a query sees a key.

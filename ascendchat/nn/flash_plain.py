@@ -20,7 +20,8 @@ SMALL = 128  # a window is cut into blocks of at least so many queries
 
 
 class Rule(NamedTuple):
-    """What a query sees, and what becomes of the scores. The last query stands at the last key."""
+    """Options of attention: which keys a query sees, and what is done to the scores. The last query stands at the last
+    key."""
 
     left: int  # so many keys before the query's own place are seen; -1: all
     right: int  # and so many behind it; 0 is causal, -1: all
@@ -31,7 +32,7 @@ class Rule(NamedTuple):
     lse: bool = False  # the logsumexp of the scores is wanted
 
     def for_lengths(self, queries: int, keys: int) -> Rule:
-        """The same, with limits that hide nothing at these lengths as no limits."""
+        """This rule without the limits that hide nothing at these lengths."""
         left = -1 if self.left >= keys - 1 else self.left
         return self._replace(left=left, right=-1 if self.right >= max(queries - 1, 0) else self.right)
 
@@ -41,7 +42,7 @@ class Rule(NamedTuple):
 
 
 def blind(rule: Rule, queries: int, keys: int) -> int:
-    """How many queries see nothing; they are the first ones."""
+    """Number of queries that see nothing; they are the first ones."""
     if keys == 0:
         return queries
     return 0 if rule.right < 0 else max(0, queries - keys - rule.right)

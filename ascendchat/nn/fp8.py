@@ -33,13 +33,13 @@ def quantise(x: Tensor, scale: float | Tensor, dtype: torch.dtype = E4M3) -> Ten
 
 
 def product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """a (M, K) row by row times b (K, N) column by column, both in 8 bits."""
+    """Product of 8-bit matrices: a (M, K) row-major, b (K, N) column-major."""
     one = torch.ones((), device=a.device)
     return torch._scaled_mm(a, b, scale_a=one / scale_a, scale_b=one / scale_b, out_dtype=dtype, use_fast_accum=True)
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """x (N, I) @ weight.t(), weight (O, I)."""
+    """Product x (N, I) @ weight.t() with weight (O, I)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, input_scale: float, grad_scale: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 class _Fp8Transposed(torch.autograd.Function):
-    """x (N, I) @ weight, weight (I, O)."""
+    """Product x (N, I) @ weight with weight (I, O)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, input_scale: float, grad_scale: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class _Fp8Transposed(torch.autograd.Function):
 
 
 def head_factors(head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The head (V, C) row by row and column by column, and the scale of both: its weights may grow to any size."""
+    """Quantise the head (V, C): row-major, column-major, and their scale, since its weights may grow to any size."""
     scale = torch.finfo(E4M3).max / head.abs().amax().float().clamp(min=1e-6)
     return quantise(head, scale), quantise(head.t().contiguous(), scale).t(), scale
 
@@ -82,13 +82,14 @@ def head_logits(hidden: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def head_back(gradient: Tensor, factor: Tensor, weight: Tensor, columns: Tensor, scale: Tensor) -> Tensor:
-    """Times factor / weight the gradient is a difference of probabilities, within ±2: so its scale is known."""
+    """Gradient of the hidden states. Times factor / weight, `gradient` is a difference of probabilities, within ±2: so
+    its scale is known."""
     share = quantise(gradient * (factor / weight), PROBABILITY_SCALE, E5M2)
     return product(share, columns, PROBABILITY_SCALE, scale / weight, gradient.dtype)
 
 
 class Fp8Head:
-    """Makes the products of a head; `compile` wraps each function once."""
+    """Factory of the products of a head; `compile` wraps each function once."""
 
     def __init__(self, compile: Callable[[Any], Any]) -> None:
         self.factors, self.logits, self.back = map(compile, (head_factors, head_logits, head_back))

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ascendchat.nn.documents import Documents
+from ascendchat.nn.attention import dense
 from ascendchat.nn.loss import SOFTCAP, score, softcap
-from ascendchat.nn.model import NORM_EPS, Attend, LanguageModel, Shift, dense
+from ascendchat.nn.model import NORM_EPS, Attend, Documents, LanguageModel, Shift
 from ascendchat.sizes.shape import SMEAR_GATE_CHANNELS, Formulas, Shape
 
 __all__ = ["GPT", "Attend", "Block", "Heads", "Ops", "PlainOps", "Rope", "Shift", "attention_scale", "dense", "shifted"]
@@ -41,7 +41,7 @@ class Heads(Protocol):
     """qkv (B, T, H + 2K, D), share (H + 2K, D) -> q, k, v: shifted, then queries and keys normalised and rotated."""
 
     def __call__(
-        self, qkv: Tensor, share: Tensor, rope: Rope, kv_heads: int, follows: Tensor | None
+        self, qkv: Tensor, share: Tensor, rope: Rope, kv_heads: int, continues_document: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -91,12 +91,12 @@ class PlainOps:
         return torch.sigmoid(F.linear(x, weight))
 
     def smear(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Some of the token before, over whole rows; `weight` (1,)."""
+        """Add a gated part of the previous token, over whole rows; `weight` (1,)."""
         share = weight.to(x.dtype) * self.gate(x[..., : gate.size(1)], gate)
         return torch.addcmul(x, share, F.pad(x[:, :-1], (0, 0, 1, 0)))
 
     def project(self, x: Tensor, weight: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The product of all heads, and the gate (B, T, K) of the value embeddings, in a layer that has them."""
+        """Project to all heads; also the gate (B, T, K) of the value embeddings, in a layer that has them."""
         return self.linear(x, weight), None if gate is None else self.gate(x[..., : gate.size(1)], gate)
 
     def gated(self, v: Tensor, gate: Tensor, value: Tensor, most: float) -> Tensor:
@@ -108,11 +108,11 @@ class PlainOps:
         return self.transposed_linear(self.relu2(self.linear(x, up)), down)
 
     def mixing(self, residual: Tensor, scale: Tensor, dtype: torch.dtype) -> Sequence[tuple[Tensor, ...]]:
-        """What `mix` takes in each layer: the weight of the stream, and that of the first embedding."""
+        """Arguments of `mix` by layer: the weight of the residual stream, and that of the first embedding."""
         return list(zip(residual.to(dtype).unbind(), scale.to(dtype).unbind()))
 
     def mix(self, x: Tensor, first: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """The stream that enters a layer, and the first embedding for the next one."""
+        """Mix the input of a layer; returns it, and the first embedding for the next layer."""
         return torch.addcmul(x * weights[0], first, weights[1]), first
 
     def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,28 +121,30 @@ class PlainOps:
 
 
 class _Shifted(torch.autograd.Function):
-    """The gradient is written out: so only qkv is kept, and five launches fewer are needed."""
+    """Token shift with its gradient written out: only qkv is saved for it, and it needs five launches fewer."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, share: Tensor, follows: Tensor | None) -> Tensor:
-        ctx.save_for_backward(qkv, share, follows)
+    def forward(ctx: Any, qkv: Tensor, share: Tensor, continues_document: Tensor | None) -> Tensor:
+        ctx.save_for_backward(qkv, share, continues_document)
         before = F.pad(qkv[:, :-1], (0, 0, 0, 0, 1, 0))
-        if follows is not None:
-            before = before * follows[:, :, None, None]
+        if continues_document is not None:
+            before = before * continues_document[:, :, None, None]
         return torch.addcmul(qkv, before, share.to(qkv.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        qkv, share, follows = ctx.saved_tensors
-        taken = grad if follows is None else grad * follows[:, :, None, None]  # of the tokens that took a share
+        qkv, share, continues_document = ctx.saved_tensors
+        taken = (
+            grad if continues_document is None else grad * continues_document[:, :, None, None]
+        )  # of the tokens that took a share
         wide = taken.float() if grad.dtype == torch.float16 else taken  # the product may leave the range of float16
         of_share = (wide[:, 1:] * qkv[:, :-1]).sum(dim=(0, 1), dtype=share.dtype)
         return torch.addcmul(grad, F.pad(taken[:, 1:], (0, 0, 0, 0, 0, 1)), share.to(qkv.dtype)), of_share, None
 
 
-def shifted(layer: int, qkv: Tensor, share: Tensor, follows: Tensor | None = None) -> Tensor:
-    """Shift over whole rows, the first place of which has none before it, nor has one where `follows` (B, T) is 0."""
-    return _Shifted.apply(qkv, share, follows)  # type: ignore[no-any-return, no-untyped-call]
+def shifted(layer: int, qkv: Tensor, share: Tensor, continues_document: Tensor | None = None) -> Tensor:
+    """Shift over whole rows. Nothing is added at the first position, nor where `continues_document` (B, T) is 0."""
+    return _Shifted.apply(qkv, share, continues_document)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def rope_tables(length: int, head_dim: int, sin_sign: float = -1.0, base: float = Formulas().rope_base) -> Rope:
@@ -186,7 +188,7 @@ class Block(nn.Module):
         return x + self.dropped(self.ops.mlp(norm, self.up, self.down))
 
     def dropped(self, y: Tensor) -> Tensor:
-        """What a layer adds to the stream, while it learns without a random share of its numbers."""
+        """Dropout on what a layer adds to the residual stream, in training only."""
         return F.dropout(y, self.dropout) if self.dropout and torch.is_grad_enabled() else y
 
     def attention(
@@ -202,11 +204,13 @@ class Block(nn.Module):
         qkv, gate = self.ops.project(x, self.qkv.flatten(0, 1), None if value is None else self.gate)
         qkv = qkv.unflatten(-1, (-1, shape.head_dim))  # (B, T, H + 2K, D)
         share = self.shift.view(-1, shape.head_dim)
-        follows = None if documents is None else documents.follows
+        continues_document = None if documents is None else documents.continues_document
         if shift is None and self.ops.heads is not None:
-            q, k, v = self.ops.heads(qkv, share, rope, shape.kv_heads, follows)
+            q, k, v = self.ops.heads(qkv, share, rope, shape.kv_heads, continues_document)
         else:
-            qkv = shifted(self.layer, qkv, share, follows) if shift is None else shift(self.layer, qkv, share)
+            qkv = (
+                shifted(self.layer, qkv, share, continues_document) if shift is None else shift(self.layer, qkv, share)
+            )
             qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=-2)
             q, k = self.ops.rotary(self.ops.rms_norm(qk), *rope).split((shape.heads, shape.kv_heads), dim=-2)
         if value is not None and gate is not None:
@@ -214,17 +218,17 @@ class Block(nn.Module):
         if documents is None:
             y = attend(self.layer, q, k, v)
         else:
-            y = attend(self.layer, q, k, v, documents.bounds)  # type: ignore[call-arg]  # only who packs asks for it
+            y = attend(self.layer, q, k, v, documents.bounds)  # type: ignore[call-arg]  # decoding has none
         return self.ops.linear(y.flatten(-2), self.out)
 
 
 def table(rows: int, width: int) -> nn.Embedding:
-    """A table not filled yet, as all weights here: torch's own draw took two seconds at depth 12."""
+    """An embedding table without values: `initialise` draws them, torch's own draw took two seconds at depth 12."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 class GPT(LanguageModel):
-    """Our own model; its methods are explained in model.py."""
+    """Our own model; the docstrings of LanguageModel say what its methods do."""
 
     mixes_neighbours = True
     softcap = SOFTCAP
@@ -299,15 +303,17 @@ class GPT(LanguageModel):
             self._rope[key] = cos.to(device, dtype), sin.to(device, dtype)
         return self._rope[key]
 
-    def embedding(self, tokens: Tensor, before: Tensor | None = None, follows: Tensor | None = None) -> Tensor:
-        """(B, T) -> (B, T, C), with the previous token's embedding smeared in, but where `follows` (B, T) is 0;
-        `before` (B, 1, C) precedes the row."""
+    def embedding(
+        self, tokens: Tensor, before: Tensor | None = None, continues_document: Tensor | None = None
+    ) -> Tensor:
+        """Embed tokens (B, T) -> (B, T, C) and smear in the previous token's embedding, but not where
+        `continues_document` (B, T) is 0; `before` (B, 1, C) precedes the row."""
         x = self.ops.rms_norm(self.embed(tokens))
-        if before is None and follows is None:
+        if before is None and continues_document is None:
             return self.ops.smear(x, self.smear_gate, self.smear)
         weight = self.smear.to(x.dtype) * self.ops.gate(x[..., : self.smear_gate.size(1)], self.smear_gate)
-        if follows is not None:
-            weight = weight * follows.unsqueeze(-1)
+        if continues_document is not None:
+            weight = weight * continues_document.unsqueeze(-1)
         if before is None:
             previous = F.pad(x[:, :-1], (0, 0, 1, 0))
         else:
@@ -323,7 +329,7 @@ class GPT(LanguageModel):
         documents: Documents | None = None,
     ) -> Tensor:
         """(B, T) token ids -> (B, T, C)."""
-        x = self.embedding(tokens, follows=None if documents is None else documents.follows)
+        x = self.embedding(tokens, continues_document=None if documents is None else documents.continues_document)
         return self.layers(x, tokens, attend, rope, shift, documents)
 
     def extend(
@@ -352,7 +358,7 @@ class GPT(LanguageModel):
         shift: Shift | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """All blocks over an embedded row; decoding passes the rotary tables of its own positions."""
+        """Run all blocks over embedded tokens; decoding passes the rotary tables of its own positions."""
         rope = rope or self.rope(x.size(1), x.dtype, x.device)
         first, middle = x, x
         weights = self.ops.mixing(self.residual, self.first, x.dtype)
@@ -371,12 +377,12 @@ class GPT(LanguageModel):
         return self.ops.rms_norm(x - backout * middle)
 
     def matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What Muon updates: every weight of the blocks but the small gates and shares."""
+        """The weights that Muon updates: all of the blocks but the small gates and token-shift shares."""
         for name, parameter in self.blocks.named_parameters(prefix="blocks"):
             if not name.endswith((".gate", ".shift")):
                 yield name, parameter
 
 
 def attention_scale(shape: Shape) -> float:
-    """Queries and keys are each sharpened by a gain: folded into the one factor on their product."""
+    """Factor on the product of queries and keys: the gain of each of the two is folded into 1/√D."""
     return shape.constants.qk_gain**2 / math.sqrt(shape.head_dim)

@@ -36,7 +36,7 @@ GROUP = 1 << 21  # products of queries and keys that exist at a time, where seve
 
 
 class _TiledProduct(torch.autograd.Function):
-    """x (N, I) @ weight (I, O), tile by tile."""
+    """Product x (N, I) @ weight (I, O), tile by tile."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -54,13 +54,13 @@ class _TiledProduct(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., I) @ weight (I, O)."""
+    """Product x (..., I) @ weight (I, O)."""
     y: Tensor = _TiledProduct.apply(x.reshape(-1, x.size(-1)), weight)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], weight.size(1))
 
 
 def in_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of each number for itself."""
+    """Apply an elementwise function to pieces of one size."""
     flat = F.pad(x.reshape(-1), (0, -x.numel() % REGISTERS))
     return torch.cat([function(piece) for piece in flat.split(PIECE)])[: x.numel()].view(x.shape)
 
@@ -79,7 +79,7 @@ class InvariantOps(PlainOps):
 
 
 class InvariantReadout(Float32Readout):
-    """Logits and their normaliser."""
+    """Logits and their normaliser, summed in a fixed order."""
 
     def product(self, hidden: Tensor, head: Tensor) -> Tensor:
         return product(hidden, head.t())
@@ -96,14 +96,14 @@ class InvariantReadout(Float32Readout):
 
 
 class _Bounds(NamedTuple):
-    """Where the documents of a batch (B, T) are."""
+    """Borders of the documents in a batch (B, T)."""
 
     lengths: tuple[int, ...]
     positions: Tensor  # (B, T) of each token in its document
 
 
 class InvariantAttention:
-    """Every query with its own sums; see above."""
+    """Attention whose sums for a query do not depend on other queries; see above."""
 
     name = "invariant"
     slices = True
@@ -117,7 +117,7 @@ class InvariantAttention:
         return None
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
-        """Nothing to make."""
+        """No tables are needed."""
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
         most = max(1, GROUP // (BLOCK * q[:, :1].numel()))  # queries of a row at a time
@@ -156,14 +156,14 @@ class InvariantAttention:
         scores = torch.cat([_sums(q[:, :, :, None] * block) for block in blocks], dim=-1) * scale  # (B, Q, H, S)
         scores = scores.masked_fill(hidden, -torch.inf)
         weights = in_pieces(torch.exp, scores - scores.amax(dim=-1, keepdim=True).detach())
-        total, found = torch.zeros_like(scores[..., :1]), torch.zeros_like(q)
+        total, out = torch.zeros_like(scores[..., :1]), torch.zeros_like(q)
         columns = v.permute(0, 2, 3, 1)[:, None]  # (B, 1, H, D, S)
         for part, block in zip(weights.split(BLOCK, dim=-1), columns.split(BLOCK, dim=-1)):
             total = total + _sums(part)[..., None]
-            found = found + _sums(part[..., None, :] * block)  # (B, Q, H, D)
-        return found / total
+            out = out + _sums(part[..., None, :] * block)  # (B, Q, H, D)
+        return out / total
 
 
 def _sums(x: Tensor) -> Tensor:
-    """Over the last dimension, which lies in one piece."""
+    """Sum over the last dimension, made contiguous: its order is then fixed."""
     return x.contiguous().sum(dim=-1)

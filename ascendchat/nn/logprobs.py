@@ -26,17 +26,17 @@ Objective = Callable[..., Tensor]  # (log-probabilities (N,), *columns (N,)) -> 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is asked of the head, one entry per row of hidden states."""
+    """Targets of the head and the objective of their log-probabilities, one entry per row of hidden states."""
 
     tokens: Tensor  # (N,), IGNORE where nothing is scored
     weight: Tensor  # 0-dim factor on the sum over the tokens
-    drawn: Drawn
+    distribution: Drawn
     objective: Objective
     columns: tuple[Tensor, ...]  # (N,) each: what the objective takes besides the log-probability
 
 
 def chunks(hidden: Tensor, head: Tensor) -> Iterator[slice]:
-    """Rows whose float32 logits fit one chunk."""
+    """Slices of rows whose float32 logits fit one chunk."""
     rows = max(1, chunk_rows(hidden, head) * hidden.element_size() // 4)
     return (slice(start, start + rows) for start in range(0, hidden.size(0), rows))
 
@@ -47,7 +47,7 @@ class _HeadObjective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, wanted: _Wanted) -> tuple[Tensor, Tensor, Tensor]:
-        drawn, vocab = wanted.drawn, wanted.drawn.vocab
+        distribution, vocab = wanted.distribution, wanted.distribution.vocab
         narrow = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype  # float16 has no room for gradients
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
         logprobs, entropies = hidden.new_zeros(2, hidden.size(0), dtype=torch.float32)
@@ -55,16 +55,18 @@ class _HeadObjective(torch.autograd.Function):
         for rows in chunks(hidden, head):
             part, tokens = hidden[rows], wanted.tokens[rows]
             scored = tokens != IGNORE
-            read = drawn.read(part, head, tokens)
+            read = distribution.read(part, head, tokens)
             logprobs[rows] = torch.where(scored, read.logprob, 0.0)
             loss, slope = value_and_slope(
                 wanted.objective, logprobs[rows], tuple(column[rows] for column in wanted.columns), scored
             )
             losses.append(loss.sum())
             shares = (read.scaled - read.logsumexp.unsqueeze(-1)).exp_()
-            entropy = read.logsumexp - (shares * read.capped).sum(dim=-1) / drawn.temperature
+            entropy = read.logsumexp - (shares * read.capped).sum(dim=-1) / distribution.temperature
             entropies[rows] = torch.where(scored, entropy, 0.0)
-            gradient = by_logits(read, tokens, slope * (wanted.weight / drawn.temperature), drawn, shares).to(narrow)
+            gradient = by_logits(
+                read, tokens, slope * (wanted.weight / distribution.temperature), distribution, shares
+            ).to(narrow)
             grad_hidden[rows] = (gradient @ head[:vocab].to(narrow)).to(hidden.dtype)
             grad_head[:vocab] += gradient.t() @ part.to(narrow)
             del read, shares, gradient  # before the next chunk is read
@@ -79,40 +81,40 @@ class _HeadObjective(torch.autograd.Function):
         return grad_hidden * scale, grad_head * scale, None
 
 
-def by_logits(read: Read, tokens: Tensor, factor: Tensor, drawn: Drawn, shares: Tensor) -> Tensor:
-    """(N, V): `factor` (N,) times the gradient of the log-probability by the raw logits, which is (chosen - share)
-    times the slope of the softcap. `shares` (N, V), the probabilities, and the logits of `read` end here."""
+def by_logits(read: Read, tokens: Tensor, factor: Tensor, distribution: Drawn, shares: Tensor) -> Tensor:
+    """Gradient (N, V) by the raw logits: `factor` (N,) times (1 for the target, 0 else, minus its probability) times
+    the slope of the softcap. Overwrites `shares` (N, V), the probabilities, and the logits of `read`."""
     index = tokens.clamp(min=0).unsqueeze(-1)
     gradient = shares.neg_().scatter_add_(-1, index, torch.ones_like(read.logprob).unsqueeze(-1))
-    of_softcap = read.capped.mul_(1.0 / drawn.softcap).square_().neg_().add_(1.0)
+    of_softcap = read.capped.mul_(1.0 / distribution.softcap).square_().neg_().add_(1.0)
     return gradient.mul_(of_softcap).mul_(factor.unsqueeze(-1))
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """(N,) log-probabilities. What each of them weighs is known when all are: backward makes the logits once more,
-    chunk by chunk, instead of keeping them."""
+    """Log-probabilities (N,) whose weights in the loss are known only when all of them are: the backward pass makes the
+    logits once more, chunk by chunk, instead of saving them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, drawn: Drawn) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, distribution: Drawn) -> Tensor:
         ctx.save_for_backward(hidden, head, tokens)
-        ctx.drawn = drawn
-        parts = [drawn.read(hidden[part], head, tokens[part]).logprob for part in chunks(hidden, head)]
-        known = torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
-        return torch.where(tokens != IGNORE, known, 0.0)
+        ctx.distribution = distribution
+        parts = [distribution.read(hidden[part], head, tokens[part]).logprob for part in chunks(hidden, head)]
+        logprobs = torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
+        return torch.where(tokens != IGNORE, logprobs, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, head, tokens = ctx.saved_tensors
-        drawn, vocab = ctx.drawn, ctx.drawn.vocab
+        distribution, vocab = ctx.distribution, ctx.distribution.vocab
         narrow = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
         grad_hidden = torch.empty_like(hidden)
         grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # adapters: frozen
-        factor = torch.where(tokens != IGNORE, grad_output, 0.0) / drawn.temperature
+        factor = torch.where(tokens != IGNORE, grad_output, 0.0) / distribution.temperature
         for rows in chunks(hidden, head):
             part = hidden[rows]
-            read = drawn.read(part, head, tokens[rows])
+            read = distribution.read(part, head, tokens[rows])
             shares = (read.scaled - read.logsumexp.unsqueeze(-1)).exp_()
-            gradient = by_logits(read, tokens[rows], factor[rows], drawn, shares).to(narrow)
+            gradient = by_logits(read, tokens[rows], factor[rows], distribution, shares).to(narrow)
             grad_hidden[rows] = (gradient @ head[:vocab].to(narrow)).to(hidden.dtype)
             if grad_head is not None:
                 grad_head[:vocab] += gradient.t() @ part.to(narrow)
@@ -125,9 +127,9 @@ def value_and_slope(
 ) -> tuple[Tensor, Tensor]:
     """The objective of every token and its derivative by the log-probability; both 0 where nothing is scored."""
     with torch.enable_grad():
-        known = logprobs.detach().requires_grad_()
-        values = objective(known, *columns)
-        (slope,) = torch.autograd.grad(values.sum(), known)
+        variable = logprobs.detach().requires_grad_()
+        values = objective(variable, *columns)
+        (slope,) = torch.autograd.grad(values.sum(), variable)
     return torch.where(scored, values.detach(), 0.0), torch.where(scored, slope, 0.0)  # elsewhere they may be infinite
 
 
@@ -135,7 +137,7 @@ def head_objective(
     hidden: Tensor,
     head: Tensor,
     targets: Tensor,
-    drawn: Drawn,
+    distribution: Drawn,
     objective: Objective,
     columns: Sequence[Tensor] = (),
     *,
@@ -150,36 +152,36 @@ def head_objective(
     """
     rows, tokens = scored_rows(targets)
     scale = mean_weight(tokens) if weight is None else weight
-    wanted = _Wanted(tokens, scale, drawn, objective, tuple(column.reshape(-1)[rows] for column in columns))
-    loss, *known = _HeadObjective.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, wanted)  # type: ignore[no-untyped-call]
-    logprobs, entropies = (spread(column, rows, targets) for column in known)
+    wanted = _Wanted(tokens, scale, distribution, objective, tuple(column.reshape(-1)[rows] for column in columns))
+    loss, *columns_out = _HeadObjective.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, wanted)  # type: ignore[no-untyped-call]
+    logprobs, entropies = (spread(column, rows, targets) for column in columns_out)
     return loss, logprobs, entropies
 
 
-def learnt_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, drawn: Drawn) -> Tensor:
-    """Of every target, in their shape; 0 where nothing is scored. The product with the head is made a second time in
-    the backward pass: what is kept in between is one number per target."""
+def learnt_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, distribution: Drawn) -> Tensor:
+    """Log-probability of every target, in their shape; 0 where nothing is scored. The backward pass multiplies with the
+    head once more, so that between the passes only one number per target is saved."""
     rows, tokens = scored_rows(targets)
-    known = HeadLogprobs.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, tokens, drawn)  # type: ignore[no-untyped-call]
-    return spread(known, rows, targets)
+    logprobs = HeadLogprobs.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, tokens, distribution)  # type: ignore[no-untyped-call]
+    return spread(logprobs, rows, targets)
 
 
 @torch.no_grad()
-def head_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, drawn: Drawn) -> Tensor:
-    """The same without gradient."""
-    return learnt_logprobs(hidden, head, targets, drawn)
+def head_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, distribution: Drawn) -> Tensor:
+    """`learnt_logprobs` without gradient."""
+    return learnt_logprobs(hidden, head, targets, distribution)
 
 
 def scored_rows(targets: Tensor) -> tuple[Tensor | slice, Tensor]:
-    """The rows that the head is asked for, and their targets. Of a rollout half may be prompts and padding: a CPU skips
-    them; elsewhere to find them would take a wait, and shapes that change from batch to batch."""
+    """The rows that have a target, and their targets. Half of a rollout may be prompts and padding: a CPU skips them;
+    an accelerator would have to be waited for, and shapes would change from batch to batch."""
     tokens = targets.reshape(-1)
     rows = (tokens != IGNORE).nonzero().squeeze(-1) if targets.device.type == "cpu" else slice(None)
     return rows, tokens[rows]
 
 
 def spread(values: Tensor, rows: Tensor | slice, targets: Tensor) -> Tensor:
-    """Back to the shape of the targets; 0 elsewhere."""
+    """Put values of `rows` back into the shape of the targets; 0 elsewhere."""
     if isinstance(rows, slice):
         return values.view(targets.shape)
     return values.new_zeros(targets.numel()).index_put((rows,), values).view(targets.shape)
@@ -198,7 +200,7 @@ def spread(values: Tensor, rows: Tensor | slice, targets: Tensor) -> Tensor:
 
 
 class Readout:
-    """The product in the model's dtype."""
+    """Computes logits in the model's dtype."""
 
     def product(self, hidden: Tensor, head: Tensor) -> Tensor:
         return hidden @ head.t()
@@ -212,13 +214,13 @@ class Readout:
         return logits if math.isinf(softcap) else softcap * self.tanh(logits / softcap)
 
     def logsumexp(self, x: Tensor) -> Tensor:
-        """Over the last dimension."""
+        """Log-sum-exp over the last dimension."""
         return torch.logsumexp(x, dim=-1)
 
 
 class Float32Readout(Readout):
-    """The product is summed and kept in float32. A product of two numbers of 16 bits is exact in float32, so it does
-    not matter whether the numbers are widened first, or a device multiplies them as they are and keeps the sum."""
+    """Computes logits in float32. A product of two 16-bit numbers is exact in float32, so it does not matter whether
+    they are widened first, or the device multiplies them as they are and accumulates in float32."""
 
     def __init__(self, dtype: torch.dtype, place: torch.device) -> None:
         self.keeps = dtype != torch.float32 and keeps_float32(dtype, place)
@@ -230,7 +232,7 @@ class Float32Readout(Readout):
 
 
 def keeps_float32(dtype: torch.dtype, place: torch.device) -> bool:
-    """Whether this device multiplies matrices of 16 bits into one of float32 by itself."""
+    """True if the device multiplies 16-bit matrices into a float32 one in a single operator."""
     try:
         small = torch.ones(16, 16, dtype=dtype, device=place)
         return torch.mm(small, small, out_dtype=torch.float32).dtype == torch.float32
@@ -239,7 +241,7 @@ def keeps_float32(dtype: torch.dtype, place: torch.device) -> bool:
 
 
 class Read(NamedTuple):
-    """What the logits of N rows say, (N, V) and (N,)."""
+    """Logits of N rows and the log-probabilities of their targets."""
 
     capped: Tensor  # (N, V) logits
     scaled: Tensor  # (N, V) logits by the temperature, -inf where a token cannot be drawn
@@ -260,7 +262,7 @@ class Drawn:
     readout: Readout = field(default_factory=Readout)
 
     def read(self, hidden: Tensor, head: Tensor, targets: Tensor) -> Read:
-        """hidden (N, C), head (V or more, C), targets (N,), negative where nothing is scored."""
+        """Logits and log-probabilities of hidden (N, C), head (V or more, C), targets (N,), negative if not scored."""
         capped = self.readout.logits(hidden, head[: self.vocab], self.softcap)
         scaled = capped if self.temperature == 1.0 else capped / self.temperature
         index = targets.clamp(min=0).unsqueeze(-1)

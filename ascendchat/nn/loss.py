@@ -23,18 +23,18 @@ FP16_LIFT = 64.0  # float16 holds probabilities down to 1e-9 when they are multi
 
 
 def chunk_rows(hidden: Tensor, head: Tensor) -> int:
-    """Rows whose logits fit one chunk."""
+    """Number of rows whose logits fit one chunk."""
     size = hidden.element_size()
     return max(1, HEAD_CHUNK_BYTES.get(size, 2**27) // (size * head.size(0)))
 
 
 def softcap(logits: Tensor) -> Tensor:
-    """float32 logits within ±SOFTCAP."""
+    """Squash logits into ±SOFTCAP, in float32."""
     return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
 
 
 def slope_times(x: Tensor, half: Tensor) -> Tensor:
-    """x times half * (1 - half), a quarter of the slope of the softcap, in one pass."""
+    """Multiply x by half * (1 - half), a quarter of the slope of the softcap, in one pass."""
     return torch.ops.aten.sigmoid_backward(x, half)  # type: ignore[no-any-return]
 
 
@@ -43,8 +43,8 @@ def score(
     targets: Tensor,
     weight: Tensor,
     vocab: int,
-    later: Tensor | None = None,
-    ahead: Tensor | None = None,
+    next2_targets: Tensor | None = None,
+    mtp_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One pass over the logits (N, padded V): nats per row (0 where ignored), the gradient of the nats with respect to
     the raw logits up to a factor per row, and that factor (N, 1) times `weight`.
@@ -52,7 +52,7 @@ def score(
     The softcap bounds the logits, so exp(capped + SOFTCAP) needs no maximum first, and the division by its sum is left
     to the factor, with the 4 of the slope: whoever multiplies the gradient scales small rows instead of the large one.
     float16 has no room for that, so it divides first. The columns behind `vocab` do not exist and get neither score nor
-    gradient. The gradient, not the nats, has `ahead` (0-dim) times the nats of the targets `later` in it. Without a
+    gradient. The gradient, not the nats, has `mtp_weight` (0-dim) times the nats of `next2_targets` in it. Without a
     compiler every operation here is a pass over the logits in float32, the slowest part of a step on NPUs.
     """
     by = torch.full((1,), 2.0 / SOFTCAP, device=logits.device)  # a factor with a dimension makes the product float32
@@ -65,10 +65,10 @@ def score(
     gradient = slope_times(unscaled, half)
     gradient = (gradient if size is None else gradient / size).to(logits.dtype)
     columns, parts = index, total  # where the targets are, and what they take off there
-    if later is not None and ahead is not None:
-        known = (later != IGNORE).unsqueeze(-1)
-        share = ahead * known
-        second = torch.where(known, later.unsqueeze(-1), index)
+    if next2_targets is not None and mtp_weight is not None:
+        has_next2 = (next2_targets != IGNORE).unsqueeze(-1)
+        share = mtp_weight * has_next2
+        second = torch.where(has_next2, next2_targets.unsqueeze(-1), index)
         same = second == index  # then both columns get the same number
         columns, whole = torch.cat((second, index), dim=-1), 1.0 + share
         parts = torch.cat((share + same, 1.0 + share * same), dim=-1) * (total / whole)
@@ -99,19 +99,19 @@ class HeadProducts:
 
 @dataclass(frozen=True)
 class _Targets:
-    """What the head is asked for, one entry per row of hidden states, and how the answers become a loss."""
+    """Targets of the head, one entry per row of hidden states, and how their scores become a loss."""
 
     tokens: Tensor  # (N,), IGNORE where nothing is scored
     weight: Tensor  # 0-dim factor on the sum over the tokens
     vocab: int
     scorer: Callable[..., Any]  # `score`, compiled or not
-    later: Tensor | None = None  # (N,) the tokens after next, and
-    ahead: Tensor | None = None  # their weight in the gradient, 0-dim
+    next2_targets: Tensor | None = None  # (N,) the tokens after next, and
+    mtp_weight: Tensor | None = None  # their weight in the gradient, 0-dim
     products: Callable[[Tensor], HeadProducts] = HeadProducts
 
     def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]:
-        later = None if self.later is None else self.later[start:stop]
-        return self.tokens[start:stop], self.weight, self.vocab, later, self.ahead
+        next2_targets = None if self.next2_targets is None else self.next2_targets[start:stop]
+        return self.tokens[start:stop], self.weight, self.vocab, next2_targets, self.mtp_weight
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -150,29 +150,35 @@ def head_loss(
     vocab: int,
     *,
     weight: Tensor | None = None,
-    ahead: Tensor | None = None,
-    follows: Tensor | None = None,
+    mtp_weight: Tensor | None = None,
+    continues_document: Tensor | None = None,
     scorer: Callable[..., Any] = score,
     products: Callable[[Tensor], HeadProducts] = HeadProducts,
 ) -> Tensor:
     """Mean nats over the scored targets, or `weight * sum of nats` when the weight is given (a 0-dim tensor).
 
     hidden (..., C), targets (...) with IGNORE where nothing is scored. A batch without any scored target has loss 0.
-    With `ahead` (a 0-dim tensor) the gradient is that of the loss plus `ahead` times the loss of guessing the token
-    after next, by the same logits; targets are then (B, T). `follows` (B, T), 0 where a document begins, keeps that
-    guess within the document.
+    Multi-token prediction: with `mtp_weight` (a 0-dim tensor) the gradient is that of the loss plus `mtp_weight` times
+    the loss of predicting the token after next by the same logits; targets are then (B, T). `continues_document`
+    (B, T), 0 where a document begins, keeps that prediction within the document. The returned loss is without it.
     """
-    later = None
-    if ahead is not None:
-        later = targets[:, 1:] if follows is None else targets[:, 1:].masked_fill(follows[:, 1:] == 0, IGNORE)
-        later = torch.nn.functional.pad(later, (0, 1), value=IGNORE).reshape(-1)
+    next2_targets = None
+    if mtp_weight is not None:
+        next2_targets = (
+            targets[:, 1:]
+            if continues_document is None
+            else targets[:, 1:].masked_fill(continues_document[:, 1:] == 0, IGNORE)
+        )
+        next2_targets = torch.nn.functional.pad(next2_targets, (0, 1), value=IGNORE).reshape(-1)
     tokens = targets.reshape(-1)
-    wanted = _Targets(tokens, mean_weight(tokens) if weight is None else weight, vocab, scorer, later, ahead, products)
+    wanted = _Targets(
+        tokens, mean_weight(tokens) if weight is None else weight, vocab, scorer, next2_targets, mtp_weight, products
+    )
     return _HeadLoss.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def mean_weight(tokens: Tensor) -> Tensor:
-    """What makes a sum over the scored targets their mean."""
+    """The factor that makes a sum over the scored targets their mean."""
     return 1.0 / (tokens != IGNORE).sum().clamp(min=1).float()
 
 
@@ -191,23 +197,18 @@ def token_nats(
     return torch.cat(parts).view(targets.shape)
 
 
-# `score` of loss.py for logits without a soft cap, as other people's models have them.
-#
-# loss = head_loss(hidden, head, targets, vocab, scorer=uncapped_score)
-
-
 def uncapped_score(
     logits: Tensor,
     targets: Tensor,
     weight: Tensor,
     vocab: int,
-    later: Tensor | None = None,
-    ahead: Tensor | None = None,
+    next2_targets: Tensor | None = None,
+    mtp_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Nats per row (0 where ignored), their gradient with respect to the logits (N, V or more) up to a factor per row,
-    and that factor (N, 1) times `weight`. Nothing bounds the logits, so the largest of each row is taken off first."""
-    if later is not None or ahead is not None:
-        raise NotImplementedError("guessing the token after next is for our own models")
+    """`score` for logits (N, V or more) without a soft cap, as models of Hugging Face have them. Nothing bounds them,
+    so the largest of each row is subtracted first."""
+    if next2_targets is not None or mtp_weight is not None:
+        raise NotImplementedError("predicting the token after next is for our own models")
     top = logits[:, :vocab].amax(dim=-1, keepdim=True).float()
     unscaled = (logits[:, :vocab] - top).exp_()  # the only float32 of their size that there is
     total = unscaled.sum(dim=-1, keepdim=True)

@@ -1,6 +1,6 @@
-"""What generation, evaluation and training need of a model: gpt.py is ours, models/causal_lm.py any of Hugging Face's.
+"""The protocol of models for generation, evaluation and training: gpt.py is ours, models/causal_lm.py Hugging Face's.
 
-    hidden = model(tokens, dense(model, kernel))                            # whole rows
+    hidden = model(tokens, dense(model, kernel))                            # whole rows; `dense` is in attention.py
     hidden = model.extend(tokens, positions, attend, shift, room=context)   # tokens behind those of a cache
     logits = model.cap(hidden @ model.head[: model.shape.vocab].t())
 
@@ -13,36 +13,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from ascendchat.nn.attention import Attention
-    from ascendchat.nn.documents import Documents
-
-
 NORM_EPS = 1e-6
-
 
 Scorer = Callable[..., tuple[Tensor, Tensor, Tensor]]  # as `score` in loss.py
 
 
 class Attend(Protocol):
-    """How a layer attends: training passes the kernel over rows, decoding one that reads a cache."""
+    """Attention of one layer: training passes a kernel over whole rows, decoding one that reads a KV cache."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
+class Documents(NamedTuple):
+    """Borders of the documents in a batch (B, T); `documents` in attention.py makes it. Every row begins a document;
+    padding is one of its own."""
+
+    continues_document: Tensor  # (B, T) in the compute dtype: 1 where the token before is of the same document, else 0
+    bounds: Any  # as the kernel's `packed` wants it
+    positions: Tensor | None = None  # (B, T) within the document, for models that count from there
+
+
 class Shift(Protocol):
-    """qkv (B, T, H + 2K, D) of a layer plus `share` (H + 2K, D) of the previous token's. Where one may be given,
-    None stands for whole rows; who has only the newest token at hand keeps the one before."""
+    """Token shift: qkv (B, T, H + 2K, D) of a layer plus `share` (H + 2K, D) of the previous token's. None stands for
+    whole rows; decoding sees only the newest token, so it caches the previous one."""
 
     def __call__(self, layer: int, qkv: Tensor, share: Tensor) -> Tensor: ...
 
 
 class Sizes(Protocol):
-    """What must be known of a model's shape; sizes/shape.py has ours."""
+    """Sizes of a model; sizes/shape.py has those of ours."""
 
     @property
     def depth(self) -> int: ...
@@ -56,21 +59,21 @@ class Sizes(Protocol):
     def head_dim(self) -> int: ...
     @property
     def vocab(self) -> int:
-        """Tokens that exist; the head may have more rows."""
+        """Number of tokens that exist; the head may have more rows."""
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a row: of training, and of prompt and answer together where nothing else is said."""
+        """Tokens of a training row; by default also of prompt and answer together."""
 
     @property
     def total_parameters(self) -> int: ...
     @property
     def train_flops_per_token(self) -> int: ...
     def windows(self, seq_len: int | None = None) -> tuple[int, ...]:
-        """Tokens that each layer sees, the own one included, in rows of `seq_len`."""
+        """Attention window of each layer, the token itself included, in rows of `seq_len`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, by which a checkpoint knows its model."""
+        """Plain values for JSON; a checkpoint finds its model by them."""
 
 
 class LanguageModel(nn.Module):
@@ -80,8 +83,8 @@ class LanguageModel(nn.Module):
     head: Tensor  # (V or more, C)
     scale: float  # on the product of queries and keys
     dtype: Any  # of computation
-    mixes_neighbours = False  # takes a share of the token before: the cache then keeps that of some tokens
-    restarts = False  # positions count from the beginning of a document, not of its row
+    mixes_neighbours = False  # has a token shift: the cache then keeps the previous token's share too
+    restarts = False  # positions restart with each document, instead of with each row
     softcap = math.inf  # bound of the logits
     score: Scorer  # of raw logits, for the loss
 
@@ -113,30 +116,17 @@ class LanguageModel(nn.Module):
 
     def compiled(self, compile: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Tensor]:
         """`forward` for training, where all rows have one length; `compile` as torch.compile."""
-        found: Callable[..., Tensor] = compile(self, dynamic=False, fullgraph=True)
-        return found
+        forward: Callable[..., Tensor] = compile(self, dynamic=False, fullgraph=True)
+        return forward
 
     def rope(self, length: int, dtype: Any, device: Any) -> Any:
-        """What rows of `length` tokens need to know of their positions, made once."""
+        """Tables of positions for rows of `length` tokens, made once."""
         raise NotImplementedError
 
     def cap(self, logits: Tensor) -> Tensor:
-        """The logits in float32, as probabilities are taken of them."""
+        """Raw logits -> the float32 logits that probabilities are the softmax of."""
         raise NotImplementedError
 
     def to_compute(self, dtype: Any) -> LanguageModel:
-        """Weights in the compute dtype."""
+        """Cast the weights to the compute dtype."""
         raise NotImplementedError
-
-
-def dense(model: LanguageModel, kernel: Attention, seq_len: int | None = None) -> Attend:
-    """Causal attention over whole rows, or within the documents of a batch; each layer with its window."""
-    windows, scale = model.shape.windows(seq_len), model.scale
-    kernel.prepare(seq_len or model.shape.seq_len, windows, model.head.device)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, bounds: Any = None) -> Tensor:
-        if bounds is None:
-            return kernel.dense(q, k, v, windows[layer], scale)
-        return kernel.packed(q, k, v, bounds, windows[layer], scale)
-
-    return attend

@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the rest (updates.py): one sharded optimizer for 1 to N devices.
+"""Muon (NorMuon) for matrices, AdamW for the rest: one sharded optimizer for 1 to N devices.
 
     optimizer = MuonAdamW(groups(model, rates), compute_dtype=torch.bfloat16)
     optimizer.step(lr_scale=0.5, momentum=0.95, matrix_decay=0.1)
@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +23,178 @@ from torch import Tensor, nn
 
 from ascendchat.checkpoint import Shard
 from ascendchat.nn.gpt import GPT
-from ascendchat.nn.updates import EPS, TINY, adamw_update, muon_update, muon_update_in_few_launches
 from ascendchat.parallel import collectives
 from ascendchat.sizes.memory import team_size
+
+# Five steps of a polynomial that drives all singular values to 1 (Polar Express, fitted to bf16). The first takes
+# matrices of norm 1 by 1 / ROOM: rounded to 16 bits, a singular value of 1 may come out above it.
+ROOM = 1.01
+POLAR = (
+    (8.1566 / ROOM, -22.4833 / ROOM**3, 15.8788 / ROOM**5),
+    (4.0429, -2.8089, 0.5000),
+    (3.8917, -2.7725, 0.5061),
+    (3.2858, -2.3681, 0.4645),
+    (2.3465, -1.7098, 0.4232),
+)
+TINY = 1e-20  # divides zeros; the squares of smaller numbers are no longer in float32
+LEAST_ROW = 1e-5  # of the size of its matrix: a row that is nearly zero is not blown up to the size of the others
+EPS = 1e-10
 
 # The true gradient of the per-layer scalars is zero at the first step, since every layer is then the identity: what
 # arrives is rounding noise of about 1e-9, which Adam would blow up to a full step, another one on every device.
 SCALAR_EPS = 1e-8
 
 
+# ---- one step, by pure functions of tensors, in place --------------------------------------------
+
+
+def orthogonalise(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n, rows, cols) float32 -> nearest semi-orthogonal matrices, scaled to ‖·‖_F = √min(rows, cols), float32.
+
+    The products are in `dtype`. What is rounded to it has size 1 whatever the size of g: in float16 numbers below 6e-8
+    are gone. A matrix of zeros stays one.
+    """
+    rows = g.norm(dim=-1, keepdim=True)  # equal rows first: a better start for the polynomial
+    floor = rows.norm(dim=-2, keepdim=True).mul_(LEAST_ROW).clamp_min_(TINY)
+    g = g / torch.maximum(rows, floor)
+    x = polar((g / g.norm(dim=(-2, -1), keepdim=True).clamp_min_(TINY)).to(dtype))
+    size, x = math.sqrt(min(x.size(-2), x.size(-1))), x.float()
+    return x / x.norm(dim=(-2, -1), keepdim=True).mul_(1.0 / size).clamp_min_(TINY)
+
+
+def polar(x: Tensor) -> Tensor:
+    """(n, rows, cols) of norm 1 or less -> singular values near 1."""
+    tall = x.size(-2) > x.size(-1)
+    for a, b, c in POLAR:
+        if tall:
+            gram = x.mT @ x
+            x = torch.baddbmm(x, x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), beta=a)
+        else:
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def equalise(update: Tensor, second: Tensor, beta2: float) -> Tensor:
+    """NorMuon: divide each row by a running estimate of its size, then restore the norm of the whole update.
+
+    update (n, rows, cols) float32; second (n, rows, 1) is updated in place.
+    """
+    mean_square = update.square().mean(dim=-1, keepdim=True)
+    second.lerp_(mean_square, 1.0 - beta2)
+    step = second.clamp_min(EPS).rsqrt()
+    before = mean_square.sum(dim=-2, keepdim=True)
+    after = (mean_square * step.square()).sum(dim=-2, keepdim=True)
+    return update * (step * (before / after.clamp_min(EPS)).sqrt())
+
+
+def muon_update(
+    weight: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    factor: Tensor,
+    *,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    decay: float | Tensor,
+    beta2: float,
+    dtype: torch.dtype,
+) -> None:
+    """One step for a stack of matrices (n, rows, cols), all float32, in place; `factor` (n, 1, 1) scales the rate."""
+    first.lerp_(grad, 1.0 - momentum)
+    update = orthogonalise(grad.lerp(first, momentum), dtype)  # Nesterov
+    update = equalise(update, second, beta2)
+    agrees = (update * weight >= 0).to(weight.dtype)  # cautious: decay only where it agrees with the update
+    weight.sub_((update + weight * agrees * decay) * (factor * lr))
+
+
+def muon_update_in_few_launches(
+    weight: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    factor: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    decay: float,
+    beta2: float,
+    dtype: torch.dtype,
+) -> None:
+    """`muon_update` for chips without a compiler, where each operation is a launch and a pass over its arguments.
+
+    What only scales rows or matrices is done to the sizes of the rows (n, rows, 1), and reaches the weights with the
+    last operation. The matrices are divided by √rows, which is their norm when every row has size 1: only where some
+    rows are nearly zero does that differ from `orthogonalise`, by a factor that the polynomial makes up for.
+    """
+    rows, cols = weight.shape[1:]
+    tiny, zero, least = constants(weight.device)
+    first.lerp_(grad, 1.0 - momentum)
+    g = grad.lerp(first, momentum)
+    sizes = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+    floor = torch.addcmul(tiny, torch.linalg.vector_norm(sizes, dim=-2, keepdim=True), least)
+    x = polar(torch.addcdiv(zero, g, torch.maximum(sizes, floor), value=rows**-0.5).to(dtype))
+    sizes = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    share = sizes / torch.linalg.vector_norm(sizes, dim=-2, keepdim=True).clamp_min_(TINY)
+    most = min(rows, cols)  # the squared norm of the update
+    second.mul_(beta2).addcmul_(share, share, value=(1.0 - beta2) * most / cols)
+    step = second.clamp_min(EPS).rsqrt_()
+    norm = torch.linalg.vector_norm(sizes * step, dim=-2, keepdim=True)
+    decays = torch.ops.aten.threshold_backward(weight, x * weight, -TINY)  # 0 where the update has another sign
+    weight.addcmul_(decays, factor, value=-lr * decay)
+    weight.addcmul_(x, step / torch.addcdiv(tiny, norm, factor), value=-lr * math.sqrt(most))
+
+
+@cache
+def constants(place: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """TINY, 0 and LEAST_ROW, (1,) each: sums and products with them take no launch of their own."""
+    tiny, zero, least = torch.tensor([[TINY], [0.0], [LEAST_ROW]], device=place)
+    return tiny, zero, least
+
+
+def adamw_update(
+    weight: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    count: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    decay: float,
+    eps: float = EPS,
+    fused: bool = True,
+) -> None:
+    """One AdamW step for a flat float32 tensor, in place, as one fused launch. `count` (0-dim): which step, from 1."""
+    if not fused:
+        first.lerp_(grad, 1.0 - betas[0])
+        second.mul_(betas[1]).addcmul_(grad, grad, value=1.0 - betas[1])
+        size = (second / (1.0 - betas[1] ** count)).sqrt_().add_(eps)
+        weight.mul_(1.0 - lr * decay).sub_(first / size * (lr / (1.0 - betas[0] ** count)))
+        return
+    torch._fused_adamw_(
+        [weight],
+        [grad],
+        [first],
+        [second],
+        [],
+        [count],
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+# ---- which parameters are updated how ---------------------------------------------------------------
+
+
 def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
-    """The recipe's groups: matrices by shape for Muon; tables, head, scalars and gates for AdamW."""
+    """Parameter groups of our own model: matrices by shape for Muon; tables, head, scalars and gates for AdamW."""
     stacks: dict[tuple[int, int], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.matrices():
         stacks.setdefault((parameter.size(-2), parameter.size(-1)), []).append((name, parameter))
@@ -63,11 +225,11 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
 
 
 def adamw_groups(model: nn.Module, lr: float, decay: float = 0.01) -> list[Group]:
-    """AdamW for all weights of another model; norms and biases do not decay. A weight that is tied counts once."""
-    known = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    """Parameter groups of another model, all for AdamW; norms and biases do not decay. A tied weight counts once."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts = {
-        "matrices": [(name, parameter) for name, parameter in known if parameter.dim() > 1],
-        "vectors": [(name, parameter) for name, parameter in known if parameter.dim() <= 1],
+        "matrices": [(name, parameter) for name, parameter in trained if parameter.dim() > 1],
+        "vectors": [(name, parameter) for name, parameter in trained if parameter.dim() <= 1],
     }
     decays = {"matrices": decay, "vectors": 0.0}
     return [
@@ -78,7 +240,8 @@ def adamw_groups(model: nn.Module, lr: float, decay: float = 0.01) -> list[Group
 
 
 def muon_groups(model: nn.Module, lr: float, matrix_lr: float, decay: float = 0.0) -> list[Group]:
-    """Muon for the matrices inside the layers of another model, AdamW for the rest: tables, head, norms, biases."""
+    """Parameter groups of another model: Muon for the matrices inside its layers, AdamW for tables, head, norms and
+    biases."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tables.add(id(getattr(model, "head", None)))
     stacks: dict[tuple[int, int], list[tuple[str, nn.Parameter]]] = {}
@@ -97,20 +260,23 @@ def muon_groups(model: nn.Module, lr: float, matrix_lr: float, decay: float = 0.
 
 
 def _stacks(groups: Iterable[Group]) -> dict[tuple[int, int], int]:
-    """(rows, columns) -> matrices."""
-    found: dict[tuple[int, int], int] = {}
+    """Number of matrices by (rows, columns)."""
+    stacks: dict[tuple[int, int], int] = {}
     for group in groups:
         if group.matrix:
             rows, cols = group.parameters[0][1].shape[-2:]
-            found[rows, cols] = found.get((rows, cols), 0) + sum(p.numel() for _, p in group.parameters) // (
+            stacks[rows, cols] = stacks.get((rows, cols), 0) + sum(p.numel() for _, p in group.parameters) // (
                 rows * cols
             )
-    return found
+    return stacks
 
 
 class MuonAdamW:
-    """All buckets; `step` may be called on any number of ranks, each with its own gradients. `fused`: the device has
-    AdamW as one operator. `few_launches`: an operation on it costs more than the pass over its arguments."""
+    """Updates all buckets; each rank brings its own gradients and owns a share of the state (ZeRO-1 style).
+
+    `fused`: the device has AdamW as one operator. `few_launches`: a launch costs more there than its pass over the
+    arguments.
+    """
 
     def __init__(
         self,
@@ -130,14 +296,14 @@ class MuonAdamW:
         rooms: list[_Room] = []
         if rounded and world.size == 1:
             self.room, rooms = _Room.of(rounded, compute_dtype)
-        known = {id(group): room for group, room in zip(rounded, rooms)}
+        room_of = {id(group): room for group, room in zip(rounded, rooms)}
         # Matrices are shared out whole, in teams that are small enough for that (sizes/memory.py); the rest among all.
         everyone, alone = collectives.Team(world.rank, world.size), ALONE
         team, copies = collectives.teams_of(team_size(_stacks(groups), world.size))
         self.buckets = [
-            Bucket(group, team, known.get(id(group)), copies)
+            Bucket(group, team, room_of.get(id(group)), copies)
             if group.matrix
-            else Bucket(group, everyone, known.get(id(group)), alone)
+            else Bucket(group, everyone, room_of.get(id(group)), alone)
             for group in groups
         ]
         self._muon = compile(muon_update) if compile else muon_update_in_few_launches if few_launches else muon_update
@@ -145,7 +311,7 @@ class MuonAdamW:
         self._number: Callable[[float], Any] = torch.tensor if compile else float
 
     def gradients(self) -> list[Tensor]:
-        """All gradients of this rank, one tensor per group."""
+        """Gradients of this rank, one tensor per group."""
         return [bucket.grad for bucket in self.buckets]
 
     def zero_grad(self) -> None:
@@ -192,7 +358,7 @@ class MuonAdamW:
         return norm
 
     def _averaged_gradients(self, loss_scale: float) -> Iterator[Bucket]:
-        """Each bucket as its gradient arrives, so that one is updated while the others are under way."""
+        """Yield each bucket as its averaged gradient arrives: one is updated while the others are under way."""
         reductions = [
             collectives.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True, among=b.team) for b in self.buckets
         ]
@@ -204,7 +370,8 @@ class MuonAdamW:
             yield bucket
 
     def _norm(self) -> Tensor:
-        """Of this rank's share of the gradient; no update changes that. What several teams have counts once."""
+        """Norm of this rank's share of the gradient, before or after an update. A share that several teams have counts
+        once."""
         norms = torch.stack(torch._foreach_norm([b.own_grad for b in self.buckets]))
         if any(b.copies.size > 1 for b in self.buckets):
             norms /= torch.tensor([math.sqrt(b.copies.size) for b in self.buckets], device=norms.device)
@@ -216,36 +383,27 @@ class MuonAdamW:
         collectives.all_reduce(squares, "sum")
         torch._foreach_mul_([b.own_grad for b in self.buckets], (clip / squares.sqrt().clamp_min(TINY)).clamp(max=1.0))
 
-    def reserve_mean(self, wanted: bool) -> None:
-        """Have room on the device, four bytes a parameter, for the mean of the last weights, which is else on the host.
-        Asked for in the dry run, so that a want of memory shows there and not when most of a run is over. A mean that
-        was loaded before goes where it is wanted."""
-        for bucket in self.buckets:
-            if wanted != (bucket.spare is not None):
-                bucket.spare = torch.zeros_like(bucket.weight) if wanted else None
-                if (mean := bucket.state.pop("mean", None)) is not None:
-                    bucket.mean().copy_(mean)
-
     @torch.no_grad()
     def average(self, count: int, *, last: bool) -> None:
-        """Take the weights into their mean as the `count`-th, from 1 on; the last time they become that mean."""
+        """Weight averaging: the weights enter their mean as the `count`-th snapshot, from 1 on; after the last one they
+        become that mean."""
         for bucket in self.buckets:
             mean = bucket.mean()
-            mean.lerp_(bucket.weight.to(mean.device), 1.0 / count)
+            mean.lerp_(bucket.weight.cpu(), 1.0 / count)
             if last:
                 bucket.weight.copy_(mean)
                 bucket.publish()
                 collectives.all_gather(bucket.flat, bucket.own_flat, among=bucket.team)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's state by shard, ready to be saved; what all teams have is saved by the first."""
+        """This rank's state by shard, ready to be saved; state that all teams have is saved by the first."""
         mine = [bucket for bucket in self.buckets if bucket.copies.rank == 0]
         return {shard.key(): tensor for bucket in mine for shard, tensor in bucket.shards()}
 
     @torch.no_grad()
     def load(self, read: Callable[[Shard], Tensor], steps_done: int, *, averaging: bool = False) -> None:
         """Fill this rank's state from whatever ranks saved it, and the parameters of all ranks with it; `averaging`:
-        the mean of the weights is already part of the state."""
+        the mean of the weights is part of the state already."""
         for bucket in self.buckets:
             if averaging:
                 bucket.mean()
@@ -257,10 +415,7 @@ class MuonAdamW:
         self.steps_done = steps_done
 
 
-# Parameters that are updated alike, end to end in memory, and a rank's share of their state: the parts of nn/optim.py.
-#
-# bucket = Bucket(group, dist.Team(rank, size))
-# bucket.update(...); bucket.publish()
+# ---- one group in memory ------------------------------------------------------------------------------
 
 ALONE = collectives.Team(0, 1)
 ALIGNED = 256  # elements: where a group may begin in a buffer of several
@@ -285,14 +440,14 @@ class Group:
 
 
 class _Room(NamedTuple):
-    """Where the parameters of several buckets lie, and their weights in float32: one copy rounds all of them."""
+    """Memory of the parameters of several buckets and of their float32 weights: one copy rounds all of them."""
 
     flat: Tensor
     weight: Tensor
 
     @classmethod
     def of(cls, groups: list[Group], dtype: torch.dtype) -> tuple[_Room, list[_Room]]:
-        """For all these groups, and for each of them."""
+        """One for all groups together, and its part for each of them."""
         sizes = [sum(p.numel() for _, p in group.parameters) for group in groups]
         starts = list(itertools.accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
         place = groups[0].parameters[0][1].device
@@ -302,8 +457,8 @@ class _Room(NamedTuple):
 
 
 class Bucket:
-    """One group in memory: parameters and float32 gradients end to end, and this rank's share of the state. `team`:
-    who shares it out; `copies`: the ranks that have the same share in other teams; `room`: where to lie, if one rank
+    """One group in memory: parameters and float32 gradients end to end, and this rank's share of the state. `team`: the
+    ranks that share it out; `copies`: those with the same share in other teams; `room`: memory to lie in, if one rank
     owns everything."""
 
     def __init__(
@@ -328,7 +483,6 @@ class Bucket:
             self.weight = room.weight.copy_(self.own_flat)
         else:
             self.weight = self.own_flat if first.dtype == torch.float32 else self.own_flat.float()
-        self.spare: Tensor | None = None
         self.state = {"first": torch.zeros_like(self.weight)}
         if group.matrix:
             rows = self.share // self.unit[1]
@@ -355,7 +509,7 @@ class Bucket:
             offset = stop
 
     def shards(self) -> Iterator[tuple[Shard, Tensor]]:
-        """This rank's state, cut at the borders of the parameters; padding belongs to none."""
+        """Yield this rank's state, cut at the borders of the parameters; padding belongs to none."""
         low, offset = self.rank * self.share, 0
         for name, parameter in self.group.parameters:
             start, stop = max(offset, low), min(offset + parameter.numel(), low + self.share)
@@ -377,7 +531,8 @@ class Bucket:
         fused: bool,
         count: Tensor,
     ) -> None:
-        """One step; `count` (0-dim, on the device): its number, from 1. The parameters do not change yet."""
+        """Update the float32 weights; `publish` rounds them into the parameters. `count` (0-dim, on the device): number
+        of the step, from 1."""
         if self.group.matrix:
             stack = (-1, *self.unit)
             muon(
@@ -407,14 +562,14 @@ class Bucket:
             )
 
     def mean(self) -> Tensor:
-        """The mean of some weights of this rank's share, from the first call on part of the state: in `spare`, if that
-        was made (MuonAdamW.reserve_mean), else on the host."""
+        """The averaged weights of this rank's share, part of the state from the first call on. They lie on the host:
+        about eight snapshots of a run do not pay for four bytes a parameter of the device."""
         if "mean" not in self.state:
-            self.state["mean"] = torch.zeros_like(self.weight, device="cpu") if self.spare is None else self.spare
+            self.state["mean"] = torch.zeros_like(self.weight, device="cpu")
         return self.state["mean"]
 
     def publish(self) -> None:
-        """Round the float32 weights into this rank's part of the parameters."""
+        """Round the float32 weights into this rank's share of the parameters."""
         if self.weight is not self.own_flat:
             self.own_flat.copy_(self.weight)
 

@@ -1,7 +1,7 @@
 """Losses on pairs of replies, one preferred to the other: DPO, ORPO and SimPO, as functions of their log-probabilities.
 
-    found = preference("dpo", pairs, Weights(beta=0.1))       # `finetune --stage dpo`
-    found.loss, found.chosen, found.rejected                  # (P,) each: what is minimised, and the implicit rewards
+    result = preference("dpo", pairs, Weights(beta=0.1))      # `finetune --stage dpo`
+    result.loss, result.chosen, result.rejected               # (P,) each: what is minimised, and the implicit rewards
 
 Pure functions of (P,) tensors: sums of the log-probabilities of the tokens of each reply (nn/logprobs.py gives them),
 how many tokens that are, and for DPO the same sums by the model that training began with.
@@ -28,7 +28,7 @@ TINY = 1e-7  # nats: a mean log-probability nearer to 0 counts as this, for its 
 
 @dataclass(frozen=True)
 class Weights:
-    """The numbers of a loss."""
+    """Hyperparameters of a loss."""
 
     beta: float
     smoothing: float = 0.0  # chance that the two replies of a pair are the wrong way round (dpo, simpo)
@@ -49,12 +49,12 @@ class Pairs:
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
-        """Per token."""
+        """Log-probabilities per token."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
 class Preference(NamedTuple):
-    """Of P pairs, (P,) each."""
+    """Losses and implicit rewards of P pairs, (P,) each."""
 
     loss: Tensor
     chosen: Tensor  # implicit rewards, without gradient; the margin of a pair is their difference
@@ -102,9 +102,9 @@ PREFERENCES: dict[str, Callable[[Pairs, Weights], Preference]] = {"dpo": dpo, "o
 
 
 def preference(name: str, pairs: Pairs, weights: Weights) -> Preference:
-    """The loss by its name, with that of SFT on the chosen replies."""
-    found = PREFERENCES[name](pairs, weights)
-    return found._replace(loss=found.loss - weights.sft * pairs.means[0]) if weights.sft else found
+    """Compute the loss called `name`, plus that of SFT on the chosen replies."""
+    result = PREFERENCES[name](pairs, weights)
+    return result._replace(loss=result.loss - weights.sft * pairs.means[0]) if weights.sft else result
 
 
 def sequence_sums(values: Tensor, owner: Tensor, count: int) -> Tensor:

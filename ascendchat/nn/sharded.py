@@ -31,13 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from ascendchat.checkpoint import Shard
 from ascendchat.errors import UserError
-from ascendchat.nn.optim import Group
-from ascendchat.nn.updates import TINY, adamw_update
+from ascendchat.nn.optim import TINY, Group, adamw_update
 from ascendchat.parallel import collectives
 
 
 def mesh_over(place: torch.device, together: int) -> DeviceMesh:
-    """The devices of the job in rows of `together`: a row holds one copy of the weights."""
+    """Arrange the devices of the job in rows of `together`; each row holds one copy of the weights."""
     size = collectives.world().size
     if size % together or together < 2:
         raise UserError(
@@ -51,8 +50,8 @@ def mesh_over(place: torch.device, together: int) -> DeviceMesh:
 def share_out_weights(
     model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool = False
 ) -> None:
-    """Every block on its own, then the rest; what is trained becomes float32. The model may still be in the host's
-    memory: one block at a time goes to the device. `offload`: the shares stay on the host."""
+    """Shard every block by itself, then the rest; trained weights become float32. The model may still be in host
+    memory: one block at a time goes to the device. `offload`: the shards stay on the host."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for part in (*blocks, model):
@@ -65,15 +64,14 @@ def share_out_weights(
 
 
 def whole_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """These weights of a model in the compute dtype, put together in the memory of rank 0; nothing on the others.
-    Every rank calls it."""
-    found: dict[str, Tensor] = {}
+    """Gather weights in the compute dtype into the host memory of rank 0; empty on the others. Every rank calls it."""
+    gathered: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         here = tensor.to(collectives.place())  # from the host, if its share waits there
         whole = here.full_tensor() if isinstance(here, DTensor) else here
         if collectives.world().rank == 0:
-            found[name] = whole.to("cpu", dtype if whole.is_floating_point() else None)
-    return found
+            gathered[name] = whole.to("cpu", dtype if whole.is_floating_point() else None)
+    return gathered
 
 
 @dataclass
@@ -140,7 +138,8 @@ class ShardedAdamW:
         loss_scale: float = 1.0,
         clip: float | None = None,
     ) -> Tensor:
-        """As MuonAdamW.step; the gradients are averaged already. `momentum` and `matrix_decay` are Muon's."""
+        """Update, like MuonAdamW.step, from gradients that are averaged already. `momentum` and `matrix_decay` are
+        Muon's and not used."""
         gradients = self.gradients()
         if loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
@@ -175,7 +174,7 @@ class ShardedAdamW:
         return squares.sqrt().to(collectives.place())
 
     def shards(self) -> dict[str, Tensor]:
-        """What this rank saves."""
+        """State that this rank saves, by shard."""
         if not self.saves:
             return {}
         return {shard.key(): tensor for share in self.shares for shard, tensor in share.state() if tensor.numel()}

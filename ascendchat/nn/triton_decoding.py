@@ -194,7 +194,7 @@ def down(  # type: ignore[no-untyped-def]
 
 
 class Blocks(NamedTuple):
-    """How the product is cut."""
+    """Tiling of a product."""
 
     wide: int  # outputs of a program
     parts: int  # of the inner dimension, each a program's; whoever reads the result adds them
@@ -357,7 +357,7 @@ def unit_of(x, dim: tl.constexpr, eps: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gates_of(gates, r, gate, unit, c, kv_heads: tl.constexpr, gated: tl.constexpr, gate_range: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How much of the value embedding each key-value head of row r takes."""
+    """Gate of the value embedding for each key-value head of row r."""
     for h in tl.static_range(kv_heads):
         weight = vector(gate + h * gated, c, c < gated)
         tl.store(gates + r * kv_heads + h, gate_range * tl.sigmoid(tl.sum(weight * unit, axis=0)))
@@ -476,7 +476,7 @@ def fetch_ahead(pointers, size):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _before(old, share, like, at, inside):  # type: ignore[no-untyped-def]
-    """What channels `at` take of the token before."""
+    """Token shift: the share that channels `at` take of the previous token."""
     return vector(old, at, inside) * vector(share, at, inside).to(like.dtype.element_ty).to(tl.float32)
 
 

@@ -187,9 +187,6 @@ def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = N
     split, raised = _share_out(config, wanted, config.devices, model.seq_len, rows)
     steps = max(1, tokens // split.total)
     parts = train_parts(config, model, chip, config.devices, split.rows)
-    if isinstance(model, Shape):
-        held = model, chip, config.devices, split.rows, config.activation_checkpointing
-        parts = {**parts, "mean_of_weights": memory.mean_on_device(*held)}
     exchanged, again = _exchanged(config, model, chip), _recompute(config, model)
     flops, fabric = _flops(config, model), fabric_of(config)
     one = _exchanged(config, model, chip, min(config.devices, chip.devices_per_node))

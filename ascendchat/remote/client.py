@@ -1,6 +1,6 @@
 """A Generator over HTTP: a server of ours, or another with OpenAI's API and vLLM's additions to it.
 
-    with Remote.open("http://127.0.0.1:8000", api_key=key, tokenizer=tokenizer) as generator:
+    with RemoteGenerator.open("http://127.0.0.1:8000", api_key=key, tokenizer=tokenizer) as generator:
         answers = generator.generate([Request(prompt, Sampling(seed=1)), ...])     # all at the same time
         with closing(generator.stream(request)) as stream: ...
         generator.load(model.state_dict(), version=12)          # `ascendchat serve --weight-updates`, or vLLM (vllm.py)
@@ -10,8 +10,9 @@ text is made of the ids here, as the engine does it; without one it is what the 
 gone for a while, is asked again after a pause; what can be mended by nobody else is a UserError. Other servers run no
 calculator. All waiting is done by one event loop in a thread of its own.
 
-An answer that the server cut short (finish_reason "abort") is no answer: its prompt and what was written are sent again
-for the rest. Answers whose log-probabilities nobody can learn from are asked for again, a few times.
+This is the only place that continues an answer which was cut short (finish_reason "abort"; new weights, a time limit):
+its prompt and what was written are sent again for the rest, see PartialAnswer.continue_answer. Answers with unusable
+log-probabilities are generated again, a few times.
 
 While a vLLM server gets new weights no request is under way: it does not say which weights wrote a token, so the
 version of a part is the one that was there when it was sent.
@@ -33,8 +34,8 @@ from typing import Any, TypeVar
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
 from ascendchat.errors import UserError
-from ascendchat.remote.completions import Answer, Unusable, body_of
-from ascendchat.remote.http import FIRST_PAUSE, GONE, LONGEST_PAUSE, TROUBLE, Again, Link
+from ascendchat.remote.completions import PartialAnswer, Unusable, body_of
+from ascendchat.remote.http import ATTEMPT_ERRORS, FIRST_PAUSE, MAX_PAUSE, UNREACHABLE, HTTPClient, Retry
 from ascendchat.remote.servers import PauseMode, Server
 from ascendchat.remote.vllm import VllmServer, find_out, first_line
 from ascendchat.remote.weights import Scorer, probe_of
@@ -47,11 +48,10 @@ Result = TypeVar("Result")
 
 
 class WeightsLost(UserError):
-    """The server has not the weights that it was sent, or only some of them: it was started anew, or a sync broke off.
-    Whoever has them calls `load` and asks again."""
+    """The server does not have the weights that it was sent: it was restarted, or a sync broke off. `load` mends it."""
 
 
-class Remote:
+class RemoteGenerator:
     """A Generator in another process or on another machine. Several threads may use it.
 
     `scorer`: gives the trainer's own log-probabilities of tokens, by which a vLLM server is verified after `load` if it
@@ -79,34 +79,34 @@ class Remote:
         both see, for weights; needed for a vLLM server elsewhere without our receiver."""
         self.tokenizer, self.scorer = tokenizer, scorer
         self.version, self.pulse_every = 0, pulse_every
-        self.link = Link(url, api_key, concurrency, timeout, patience)
-        self.url, self._folder = self.link.url, folder
+        self.http = HTTPClient(url, api_key, concurrency, timeout, patience)
+        self.url, self._folder = self.http.url, folder
         self.server: Server
-        self.torn = ""  # why nobody knows which weights the server has; a load that succeeds mends it
+        self.unknown_weights = ""  # why it is unknown which weights the server has; "": they are known
         self._loop = asyncio.new_event_loop()
         self._room = asyncio.Semaphore(concurrency)
         self._gate = asyncio.Event()  # closed while weights change
         self._gate.set()
-        self._suspect = False  # the server may have been started anew since it was last looked at
+        self._check_restart = False  # before the next request, since one failed or a batch begins
         self._asking = asyncio.Lock()
         self._under_way = 0
         self._idle = asyncio.Event()
         self._load_lock = threading.Lock()
 
     @classmethod
-    def open(cls, url: str, **settings: Any) -> Remote:
-        """Connect, and ask which model is there."""
+    def open(cls, url: str, **settings: Any) -> RemoteGenerator:
+        """Connect, and ask which model the server has."""
         remote = cls(url, **settings)
         threading.Thread(target=remote._loop.run_forever, name="remote generator", daemon=True).start()
         try:
-            remote.server = remote._wait(find_out(remote.link, remote._folder))
+            remote.server = remote._wait(find_out(remote.http, remote._folder))
             remote.version = remote.server.weight_version
         except BaseException:
             remote.close()
             raise
         return remote
 
-    def __enter__(self) -> Remote:
+    def __enter__(self) -> RemoteGenerator:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,10 +133,10 @@ class Remote:
         return self.server.ours
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """All answers, in the order of the requests. After an error none is left under way."""
+        """All answers, in the order of the requests. After an error the other requests are cancelled."""
         for request in requests:
             self._body(request)
-        self._suspect = True
+        self._check_restart = True
         return self._wait(self._all([self._one(request) for request in requests]))
 
     def stream(self, request: Request) -> _RemoteStream:
@@ -148,17 +148,17 @@ class Remote:
         with self._load_lock:
             try:
                 self._wait(self._load(weights, version, interrupt))
-            except GONE as error:
+            except UNREACHABLE as error:
                 raise UserError(f"{self.url} has not taken version {version}: {first_line(error)}") from None
 
     def renew(self, version: int) -> None:
-        """Another process has loaded new weights there."""
+        """Another process has loaded weights of this version into the server."""
         self.version = version
 
     # ---- the server ----------------------------------------------------------------------------
 
     def alive(self, seconds: float = PULSE) -> bool:
-        """Whether the server writes a token within so many seconds; a route that only says so proves nothing."""
+        """True if the server writes a token within so many seconds; a health route proves nothing."""
         return self._wait(self._pulse(seconds))
 
     def pause(self, mode: PauseMode = "abort") -> None:
@@ -173,10 +173,10 @@ class Remote:
 
     async def _one(self, request: Request) -> Completion:
         await self._fit(request.sampling)
-        answer = Answer(request, self.tokenizer, self.ours)
+        answer = PartialAnswer(request, self.tokenizer, self.ours)
         asked: Request | None = request
-        unusable = barren = 0
-        end = time.monotonic() + self.link.patience
+        unusable = without_progress = 0
+        end = time.monotonic() + self.http.patience
         async with self._room:
             while asked is not None:
                 length = len(answer.completion.ids)
@@ -186,23 +186,25 @@ class Remote:
                     unusable += 1
                     if unusable >= MAX_UNUSABLE:
                         raise UserError(f"{self.url} gives answers that cannot be learnt from: {problem}") from None
-                if answer.over:
+                if answer.finished:
                     break
                 if len(answer.completion.ids) > length:
-                    barren, end = 0, time.monotonic() + self.link.patience
+                    without_progress, end = 0, time.monotonic() + self.http.patience
                 elif time.monotonic() > end:
                     raise UserError(f"{self.url} cuts every answer short; is it being stopped?")
                 else:
-                    await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(barren, 9)) if barren else 0)
-                    barren += 1
-                asked = answer.rest(self.context)
+                    await asyncio.sleep(
+                        min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(without_progress, 9)) if without_progress else 0
+                    )
+                    without_progress += 1
+                asked = answer.continue_answer(self.context)
                 if asked is not None and unusable:  # the same noise would choose the same token
                     asked = Request(asked.prompt, shifted(asked.sampling, unusable))
         answer.close()
         self._seen(answer.completion)
         return answer.completion
 
-    async def _part(self, answer: Answer, asked: Request) -> None:
+    async def _part(self, answer: PartialAnswer, asked: Request) -> None:
         """One answer of the server, whole or cut short. The version is pinned when it is sent, at every attempt."""
 
         async def once() -> Any:
@@ -211,24 +213,26 @@ class Remote:
             try:
                 return await self._counted(self._watched(self._body(asked)))
             except Exception:
-                self._suspect = True
+                self._check_restart = True
                 raise
 
-        answer.take(await self.link.again(once), whole=True)
+        answer.take(await self.http.retry(once), whole=True)
 
     async def _open(self) -> None:
-        """Wait while weights change."""
+        """Wait while weights change; look whether a server that failed was restarted."""
         try:
-            await asyncio.wait_for(self._gate.wait(), self.link.timeout)
+            await asyncio.wait_for(self._gate.wait(), self.http.timeout)
         except asyncio.TimeoutError:
-            raise UserError(f"{self.url} was kept waiting for weights for {self.link.timeout:g} s") from None
+            raise UserError(f"{self.url} was kept waiting for weights for {self.http.timeout:g} s") from None
         async with self._asking:
-            if self._suspect and isinstance(self.server, VllmServer) and not self.torn:
-                if await self.server.has_forgotten():
-                    self.torn = "it was started anew"
-                self._suspect = False
-        if self.torn:
-            raise WeightsLost(f"{self.url} does not have the weights it was sent ({self.torn}); load weights again")
+            if self._check_restart and isinstance(self.server, VllmServer) and not self.unknown_weights:
+                if await self.server.was_restarted():
+                    self.unknown_weights = "it was started anew"
+                self._check_restart = False
+        if self.unknown_weights:
+            raise WeightsLost(
+                f"{self.url} does not have the weights it was sent ({self.unknown_weights}); load weights again"
+            )
 
     async def _counted(self, waiting: Coroutine[Any, Any, Result]) -> Result:
         self._under_way += 1
@@ -240,15 +244,15 @@ class Remote:
                 self._idle.set()
 
     async def _watched(self, body: dict[str, Any]) -> Any:
-        """The answer to one request. While none comes the server must show signs of life."""
-        task = asyncio.ensure_future(self.link.ask("POST", PATH, json=body))
-        end = time.monotonic() + self.link.timeout
+        """The answer to one request. While none comes, the server must generate a token from time to time."""
+        task = asyncio.ensure_future(self.http.ask("POST", PATH, json=body))
+        end = time.monotonic() + self.http.timeout
         try:
             while not (await asyncio.wait({task}, timeout=self.pulse_every))[0]:
                 if time.monotonic() > end:
-                    raise Again(f"no answer within {self.link.timeout:g} s")
+                    raise Retry(f"no answer within {self.http.timeout:g} s")
                 if self._gate.is_set() and not await self._pulse(PULSE) and not await self.server.is_paused():
-                    raise Again(f"it does not write a single token within {PULSE:g} s")
+                    raise Retry(f"it does not write a single token within {PULSE:g} s")
             return task.result()
         finally:
             task.cancel()
@@ -257,14 +261,14 @@ class Remote:
         sampling = Sampling(max_tokens=1, temperature=0.0, tools=False, stop_tokens=() if self.tokenizer else None)
         try:
             reply = await asyncio.wait_for(
-                self.link.ask("POST", PATH, json=self._body(Request([1], sampling))), seconds
+                self.http.ask("POST", PATH, json=self._body(Request([1], sampling))), seconds
             )
             return bool(reply["choices"])
-        except (*TROUBLE, LookupError, TypeError):
+        except (*ATTEMPT_ERRORS, LookupError, TypeError):
             return False
 
     async def _fit(self, sampling: Sampling) -> None:
-        """Log-probabilities must be those of the distribution that was drawn from."""
+        """Refuse a server whose log-probabilities are not those of the distribution it samples from."""
         drawn = sampling.temperature not in (0.0, 1.0) or sampling.top_k or sampling.top_p < 1 or sampling.min_p
         needed = sampling.logprobs and drawn and isinstance(self.server, VllmServer)
         if needed and not await self.server.reports_processed():  # type: ignore[attr-defined]
@@ -281,7 +285,7 @@ class Remote:
             nonlocal begun
             await self._open()
             content = {**body, "stream": True, "stream_options": {"include_usage": True}}
-            async for event in self.link.events(PATH, content):
+            async for event in self.http.events(PATH, content):
                 begun = True
                 put(event)
             if not begun:
@@ -289,7 +293,7 @@ class Remote:
 
         try:
             async with self._room:
-                await self.link.again(lambda: self._counted(once()), lambda: not begun)
+                await self.http.retry(lambda: self._counted(once()), lambda: not begun)
             put(None)
         except Exception as error:  # noqa: BLE001 (raised where the pieces are read)
             put(error)
@@ -301,30 +305,30 @@ class Remote:
         if not server.holds_requests:
             async with paused(server, "keep") if interrupt else contextlib.nullcontext():
                 await server.push(weights, version)
+            await server.verify(weights, version, self.scorer, probe_of(self.tokenizer))
             self.version = version
             return
         self._gate.clear()
         try:
             if not interrupt:
-                await self._quiet(self.link.timeout)
+                await self._quiet(self.http.timeout)
             async with paused(server, "abort" if interrupt else "wait"):
                 if interrupt:
-                    await self._quiet(self.link.timeout, again="abort")
-                self.torn = f"version {version} was being sent"
+                    await self._quiet(self.http.timeout, again="abort")
+                self.unknown_weights = f"version {version} was being sent"
                 await server.push(weights, version)
-            if isinstance(server, VllmServer):
-                await server.verify(self.scorer, probe_of(self.tokenizer))
-            self.version, self.torn = version, ""
+            await server.verify(weights, version, self.scorer, probe_of(self.tokenizer))
+            self.version, self.unknown_weights = version, ""
         except Exception as error:
-            if self.torn:
-                self.torn = f"version {version}: {error}"
+            if self.unknown_weights:
+                self.unknown_weights = f"version {version}: {error}"
             raise
         finally:
             self._gate.set()
 
     async def _quiet(self, seconds: float, again: PauseMode | None = None) -> None:
-        """Until nothing of ours is under way. A request that was sent before a pause may reach the server behind it,
-        and would wait there for new weights: so the pause is said `again`."""
+        """Wait until no request is under way. A request that was sent before a pause may reach the server behind it,
+        and would wait there for new weights: so the pause is repeated, as `again`."""
         end = time.monotonic() + seconds
         while self._under_way:
             if time.monotonic() > end:
@@ -337,7 +341,7 @@ class Remote:
                     await self.server.pause(again)
 
     async def _all(self, waiting: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-        """All results; the first error ends the others."""
+        """All results; the first error cancels the others."""
         tasks = [asyncio.ensure_future(one) for one in waiting]
         try:
             return list(await asyncio.gather(*tasks))
@@ -353,7 +357,7 @@ class Remote:
         await asyncio.gather(*others, return_exceptions=True)
         if isinstance(getattr(self, "server", None), VllmServer):
             await self.server.close()  # type: ignore[attr-defined]
-        await self.link.close()
+        await self.http.close()
 
     # ---- from outside --------------------------------------------------------------------------
 
@@ -376,41 +380,35 @@ class Remote:
         return body
 
     def _seen(self, completion: Completion) -> None:
-        """Answers say which weights wrote them; another trainer may have replaced them."""
+        """Take the version from an answer: another trainer may have replaced the weights."""
         if self.ours:
             self.version = max([self.version, *completion.versions])
 
 
 @contextlib.asynccontextmanager
 async def paused(server: Server, mode: PauseMode) -> AsyncIterator[None]:
-    """However it ends, the server goes on: one that is left paused keeps everybody waiting for ever."""
+    """Pause a server and resume it, also after an error: one that is left paused keeps everybody waiting for ever."""
     try:
         await server.pause(mode)
         yield
     except BaseException:
-        with contextlib.suppress(*TROUBLE):  # what went wrong first is what counts
+        with contextlib.suppress(*ATTEMPT_ERRORS):  # what went wrong first is what counts
             await server.resume()
         raise
     await server.resume()
 
 
 def shifted(sampling: Sampling, attempt: int) -> Sampling:
-    """Other noise."""
+    """Change the seed, so that other tokens are drawn."""
     return replace(sampling, seed=(sampling.seed + 0x9E3779B97F4A7C15 * attempt) % 2**62)
 
 
-# One answer of a server as it comes: the generator.Stream of client.py.
-#
-# with closing(remote.stream(request)) as stream:
-#     for piece in stream: ...
-
-
 class _RemoteStream:
-    """The generator.Stream of one request."""
+    """One answer as it comes."""
 
-    def __init__(self, remote: Remote, request: Request, body: dict[str, Any]) -> None:
+    def __init__(self, remote: RemoteGenerator, request: Request, body: dict[str, Any]) -> None:
         self._remote = remote
-        self._answer = Answer(request, remote.tokenizer, remote.ours, remote.version)
+        self._answer = PartialAnswer(request, remote.tokenizer, remote.ours, remote.version)
         self._ready: deque[Piece] = deque()
         self._over = False
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # may be filled by a signal handler of its reader

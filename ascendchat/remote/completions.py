@@ -1,9 +1,9 @@
-"""Requests and answers of client.py in JSON: the fields of /v1/completions, and how an answer is put together of them.
+"""JSON of /v1/completions to and from our Request and Completion; how a cut answer is continued. client.py uses it.
 
 body_of(request, model, context, tokenizer, ours)      # what is posted
-answer = Answer(request, tokenizer, ours)
+answer = PartialAnswer(request, tokenizer, ours)
 answer.begin(version); answer.take(event); answer.close(); answer.completion
-answer.rest()                                          # after an interruption: what is still to be asked for
+answer.continue_answer(context)                        # the request for the rest, after an interruption
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NO_PROBABILITY = -9999.0  # what vLLM writes for minus infinity
 
 
 class Unusable(Exception):
-    """An answer that nobody may learn from; the text says why."""
+    """An answer that a trainer must not learn from; the text says why."""
 
 
 def stops_of(request: Request, tokenizer: Tokenizer | None) -> tuple[int, ...] | None:
-    """The tokens that end an answer; None: those of the server."""
+    """The tokens that end an answer; None: the server chooses them."""
     named = request.sampling.stop_tokens
     if named is not None or tokenizer is None:
         return named
@@ -35,7 +35,7 @@ def stops_of(request: Request, tokenizer: Tokenizer | None) -> tuple[int, ...] |
 
 
 def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | None, ours: bool) -> dict[str, Any]:
-    """The request in OpenAI's and vLLM's words; what cannot be said in them is a ValueError."""
+    """The request as JSON of OpenAI's API with vLLM's fields; a ValueError if it cannot be expressed so."""
     sampling, room = request.sampling, context - len(request.prompt)
     if not request.prompt:
         raise ValueError("a prompt needs at least one token")
@@ -86,43 +86,43 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
     return body
 
 
-class Answer:
-    """One answer as its parts come: events of a stream, or all at once, or in several pieces where the server was
-    interrupted."""
+class PartialAnswer:
+    """Builds one Completion from events of a stream, a whole answer, or several parts of an interrupted one."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, ours: bool, version: int = 0) -> None:
         self.request, self.version, self.tokenizer, self.ours = request, version, tokenizer, ours
         self.completion = Completion(version=version, finish_reason="cancelled")
         self._stops = frozenset(stops_of(request, tokenizer) or ())
-        self._listen()
+        self._restart()
 
-    def _listen(self) -> None:
-        """What follows the tokens from their first on."""
+    def _restart(self) -> None:
+        """Start detokenizing and the search for calculator results at the first token."""
         text, sampling = self.tokenizer, self.request.sampling
         self._text = TextStream(text, sampling.stop) if text else None
-        self._forced = Forced(text) if text and self.ours and sampling.tools else None
+        self._forced = ForcedTokens(text) if text and self.ours and sampling.tools else None
 
     # ---- interruptions -------------------------------------------------------------------------
 
     def begin(self, version: int) -> None:
-        """The next tokens are asked for now, of these weights."""
+        """The next tokens are requested now, of these weights."""
         self.version = version
 
     @property
-    def over(self) -> bool:
-        """Whether it came to an end of its own: a fragment is not one."""
+    def finished(self) -> bool:
+        """True if the model ended it or its tokens are used up; a fragment is not finished."""
         return self.completion.finish_reason != "cancelled"
 
-    def rest(self, context: int) -> Request | None:
-        """What is still to be asked for: the prompt with what was written so far, fewer tokens, the same stops. None:
-        it was cut at its very end, and is over.
+    def continue_answer(self, context: int) -> Request | None:
+        """The request for the rest: the prompt with what was written so far, fewer tokens, the same stops. None: it was
+        cut at its very end, and is finished. It is never cut within a calculator call: what was written of one is
+        dropped and written again, since a server that is given half a call as its prompt would not run it.
 
         Our own engine's noise is a hash of seed and position, so the same seed goes on as if nothing had happened.
         Other servers begin their noise anew with every request: the same seed would repeat the noise that chose the
-        first tokens, so the seed of a later part follows from the seed and the place."""
+        first tokens, so the seed of a later part follows from the seed and the position."""
         answer, sampling = self.completion, self.request.sampling
         if self._forced is not None and self._forced.midway:
-            self._cut(last_index(answer.ids, self._forced.call))  # a call is only seen by who reads it from its start
+            self._truncate(last_index(answer.ids, self._forced.call))
         written = len(answer.ids)
         if not written:
             return self.request
@@ -138,12 +138,12 @@ class Answer:
             seed = int.from_bytes(hashlib.sha256(f"{seed} {written}".encode()).digest()[:7], "big")
         return Request([*self.request.prompt, *answer.ids], replace(sampling, max_tokens=left, seed=seed))
 
-    def _cut(self, length: int) -> None:
-        """Forget all tokens behind so many."""
+    def _truncate(self, length: int) -> None:
+        """Drop all tokens but the first `length`."""
         answer = self.completion
         for column in (answer.ids, answer.logprobs, answer.forced, answer.versions, answer.tops):
             del column[length:]  # type: ignore[attr-defined]
-        self._listen()
+        self._restart()
         if self._forced is not None:
             self._forced.feed(answer.ids)
         if self._text is not None:
@@ -152,13 +152,13 @@ class Answer:
     # ---- what comes ----------------------------------------------------------------------------
 
     def take(self, event: dict[str, Any], whole: bool = False) -> list[Piece]:
-        """What an event adds. A `whole` one is looked through first: Unusable, and nothing is added."""
+        """Add an event; the new pieces. A `whole` answer is checked first: if it is Unusable, nothing is added."""
         choices = event.get("choices") or ()
         if whole:
             if not choices:
                 raise Unusable("an answer without a choice")
             for choice in choices:
-                self._examine(choice)
+                self._check(choice)
         usage, answer = event.get("usage") or {}, self.completion
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or answer.cached_tokens
         pieces: list[Piece] = []
@@ -166,8 +166,8 @@ class Answer:
             pieces += self._choice(choice)
         return pieces
 
-    def _examine(self, choice: dict[str, Any]) -> None:
-        """Whether a trainer can use it."""
+    def _check(self, choice: dict[str, Any]) -> None:
+        """Raise Unusable for a choice that a trainer cannot learn from."""
         ids, named = tokens_of(choice), (choice.get("logprobs") or {}).get("tokens") or []
         if choice.get("text") and not ids:
             raise Unusable("text without token ids")
@@ -217,7 +217,7 @@ class Answer:
         return [Piece("text", text)] if text else []
 
     def _until_stopped(self, ids: list[int]) -> list[int]:
-        """A server that was asked in the middle of an answer cannot see a stop text that began before."""
+        """Cut new tokens at a stop text: a server that continues an answer cannot see one that began before."""
         assert self._text is not None
         trial = TextStream(self.tokenizer, self.request.sampling.stop)  # type: ignore[arg-type]
         trial.feed_all(self.completion.ids)
@@ -229,7 +229,7 @@ class Answer:
         return ids
 
     def close(self) -> list[Piece]:
-        """The end, or no more of it will come: then its reason stays "cancelled"."""
+        """End the text; the last pieces. An unfinished answer keeps the reason "cancelled"."""
         if self._text is None:
             return []
         pieces = self._text.close()
@@ -237,8 +237,8 @@ class Answer:
         return pieces
 
 
-class Forced:
-    """Which tokens the server's calculator has put there: the result behind a call that is not empty."""
+class ForcedTokens:
+    """Finds the tokens that the server's calculator forced: the result behind a call that is not empty."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = tokenizer.specials
@@ -250,10 +250,11 @@ class Forced:
 
     @property
     def midway(self) -> bool:
-        """Within a call, or before the end of its result."""
+        """True within a call, or before the end of its result."""
         return self._length >= 0 or self._called or self._inside
 
     def feed(self, ids: list[int]) -> list[bool]:
+        """For each of the next tokens: was it forced?"""
         return [self._one(token) for token in ids]
 
     def _one(self, token: int) -> bool:
@@ -280,7 +281,7 @@ def tokens_of(choice: dict[str, Any]) -> list[int]:
 
 
 def last_index(ids: Sequence[int], token: int) -> int:
-    """Where a token stands last."""
+    """The last index of a token."""
     return len(ids) - 1 - ids[::-1].index(token)
 
 
@@ -288,61 +289,3 @@ def tops_of(row: dict[str, float] | None, count: int) -> list[tuple[int, float]]
     """{"token_id:7": -0.1} -> [(7, -0.1)], likeliest first; the token that was taken may be in it beyond `count`."""
     found = [(int(name.removeprefix(ID)), value) for name, value in (row or {}).items()]
     return sorted(found, key=lambda one: -one[1])[:count]
-
-
-# Answers in parts: what goes on behind an answer that was cut short, and how the parts become one.
-#
-#     request = rest(whole, begun, tokenizer, most=64)     # up to 64 tokens of the answer, those of `begun` included
-#     answer = joined(whole, begun, generator.generate([request])[0], tokenizer, context)
-#
-# An answer that can go on has the finish reason "cancelled". The noise of a token is a function of its position, so the
-# parts have the tokens that one answer would have had.
-
-
-def kept(ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Tokens that an answer can go on behind: not within a call of the calculator or its result, since a generator
-    that is given half a call as its prompt would not run it."""
-    special, begin = tokenizer.specials, -1
-    for at, token in enumerate(ids):
-        if token == special["<|tool_start|>"]:
-            begin = at
-        elif token == special["<|output_end|>"]:
-            begin = -1
-    return len(ids) if begin < 0 else begin
-
-
-def first_tokens(answer: Completion, count: int) -> Completion:
-    """An answer as it was when it had `count` tokens."""
-    columns = {name: getattr(answer, name)[:count] for name in ("ids", "logprobs", "forced", "versions", "tops")}
-    return replace(answer, **columns, text="", finish_reason="cancelled")
-
-
-def rest(whole: Request, begun: Completion, tokenizer: Tokenizer, most: int) -> Request:
-    """The request for what follows, so that the answer has up to `most` tokens in all."""
-    written = begun.ids[: kept(begun.ids, tokenizer)] if whole.sampling.tools else begun.ids
-    most = min(most, whole.sampling.max_tokens) - len(written)
-    return Request([*whole.prompt, *written], replace(whole.sampling, max_tokens=most))
-
-
-def joined(whole: Request, begun: Completion, more: Completion, tokenizer: Tokenizer, context: int) -> Completion:
-    """Both parts as one. It is over when it has stopped, has all its tokens, or has filled the context."""
-    count = kept(begun.ids, tokenizer) if whole.sampling.tools else len(begun.ids)
-    before = first_tokens(begun, count)
-    answer = replace(
-        more,
-        ids=before.ids + more.ids,
-        logprobs=before.logprobs + more.logprobs,
-        forced=before.forced + more.forced,
-        versions=before.versions + more.versions,
-        tops=before.tops + more.tops,
-        version=before.version if count else more.version,
-    )
-    full = len(answer.ids) >= whole.sampling.max_tokens or len(whole.prompt) + len(answer.ids) >= context
-    if answer.finish_reason != "stop":
-        answer.finish_reason = "length" if full else "cancelled"
-    if count:
-        text = TextStream(tokenizer, whole.sampling.stop)
-        text.feed_all(answer.ids)
-        text.close()
-        answer.text = text.text
-    return answer

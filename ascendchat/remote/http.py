@@ -1,10 +1,10 @@
-"""Requests to one server over HTTP: attempts, deadlines, and what an answer other than 200 means. client.py uses it.
+"""Requests to one server over HTTP: retries, deadlines, errors. client.py uses it.
 
-    link = Link(url, api_key="", concurrency=256, timeout=900.0, patience=120.0)
-    await link.ask("POST", "/v1/completions", json=body)             # one attempt
-    await link.again(lambda: link.ask(...))                          # as many as patience allows
+    http = HTTPClient(url, api_key="", concurrency=256, timeout=900.0, patience=120.0)
+    await http.ask("POST", "/v1/completions", json=body)             # one attempt
+    await http.retry(lambda: http.ask(...))                          # as many as patience allows
 
-Every wait has a deadline. Only what can be repeated without harm is repeated, and the caller says so by `again`.
+Every wait has a deadline. Only what can be repeated without harm is repeated, and the caller says so by `retry`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import httpx
 
 from ascendchat.errors import UserError
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between two attempts; doubled each time
-LONGEST_RETRY_AFTER = 60.0  # seconds that a server may ask us to wait
+FIRST_PAUSE, MAX_PAUSE = 0.25, 10.0  # seconds between two attempts; doubled each time
+MAX_RETRY_AFTER = 60.0  # seconds that a server may ask us to wait
 
 Result = TypeVar("Result")
 
 
-class Again(Exception):
-    """This attempt failed, and another may not: `after` so many seconds, if the server has said."""
+class Retry(Exception):
+    """An attempt failed, and another may succeed: `after` so many seconds, if the server has said."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(reason)
@@ -36,15 +36,15 @@ class Again(Exception):
 
 
 class NoAnswer(UserError):
-    """The server was not there, or busy, for as long as it was asked."""
+    """The server was missing or busy for as long as it was retried."""
 
 
 class NoRoute(UserError):
     """The server has no such route."""
 
 
-class Link:
-    """The connections to one server; answers and commands have their own, so that a /resume is never queued behind
+class HTTPClient:
+    """The connections to one server. Answers and commands have separate ones, so that a /resume is never queued behind
     answers that wait for it."""
 
     def __init__(self, url: str, api_key: str, concurrency: int, timeout: float, patience: float) -> None:
@@ -62,8 +62,8 @@ class Link:
         self.host, self.port = where.host, where.port or (443 if where.scheme == "https" else 80)
 
     async def ask(self, method: str, path: str, **content: Any) -> Any:
-        """One attempt at an answer."""
-        return found(await self._answers.request(method, path, **content))
+        """One attempt at a request for an answer."""
+        return content_of(await self._answers.request(method, path, **content))
 
     async def command(self, method: str, path: str, seconds: float = 30.0, **content: Any) -> Any:
         """One attempt at a command; `seconds` until it is given up."""
@@ -71,17 +71,17 @@ class Link:
         response = await asyncio.wait_for(
             self._commands.request(method, path, timeout=timeout, **content), timeout=seconds + 5.0
         )
-        return found(response)
+        return content_of(response)
 
     async def probe(self, path: str) -> Any:
-        """What a route says, or None where the server has none; its other troubles are those of an attempt."""
+        """GET a route; None where the server does not have it. Other errors are those of an attempt."""
         try:
             return await self.command("GET", path)
         except NoRoute:
             return None
 
     async def text(self, path: str) -> str:
-        """What a route says that does not speak JSON; nothing where there is none."""
+        """GET a route that does not speak JSON; "" where there is none."""
         response = await asyncio.wait_for(self._commands.get(path), 35.0)
         return response.text if response.status_code == 200 else ""
 
@@ -90,7 +90,7 @@ class Link:
         async with self._answers.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 await response.aread()
-                raise refused(response)
+                raise error_of(response)
             async for line in response.aiter_lines():
                 if line.startswith("data:") and line[5:].strip() != "[DONE]":
                     event = json.loads(line[5:])
@@ -98,26 +98,26 @@ class Link:
                         raise UserError(f"{self.url} gave up an answer: {message_in(event)}")
                     yield event
 
-    async def again(
+    async def retry(
         self,
         once: Callable[[], Awaitable[Result]],
         may: Callable[[], bool] = lambda: True,
         patience: float | None = None,
     ) -> Result:
-        """What `once` returns, after as many attempts as `patience` allows. `may`: whether it can be repeated."""
+        """Call `once` until it succeeds, with growing pauses, for `patience` seconds and while it `may` be repeated."""
         end = time.monotonic() + (self.patience if patience is None else patience)
         for attempt in itertools.count():
             after: float | None = None
             try:
                 return await once()
-            except Again as again:
-                reason, after = str(again), again.after
+            except Retry as error:
+                reason, after = str(error), error.after
             except (httpx.TransportError, asyncio.TimeoutError) as error:
                 reason = str(error) or type(error).__name__
             except (json.JSONDecodeError, LookupError, TypeError) as error:
                 raise UserError(f"{self.url} does not speak OpenAI's API: {error!r}") from None
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0)
-            pause = pause if after is None else min(LONGEST_RETRY_AFTER, after)
+            pause = min(MAX_PAUSE, FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0)
+            pause = pause if after is None else min(MAX_RETRY_AFTER, after)
             if not may() or time.monotonic() + pause > end:
                 raise NoAnswer(f"no answer from {self.url}: {reason}; is the server running?")
             await asyncio.sleep(pause)
@@ -128,19 +128,19 @@ class Link:
         await self._commands.aclose()
 
 
-GONE = (Again, httpx.TransportError, asyncio.TimeoutError)  # the server is not there, or cannot answer now
-TROUBLE = (*GONE, UserError, ValueError)  # what one attempt may end in
+UNREACHABLE = (Retry, httpx.TransportError, asyncio.TimeoutError)  # the server is missing, or cannot answer now
+ATTEMPT_ERRORS = (*UNREACHABLE, UserError, ValueError)  # that one attempt may raise
 
 
-def found(response: httpx.Response) -> Any:
-    """The content of an answer: JSON, or nothing."""
+def content_of(response: httpx.Response) -> Any:
+    """The JSON of a response, or None if it is empty."""
     if response.status_code != 200:
-        raise refused(response)
+        raise error_of(response)
     return response.json() if response.content else None
 
 
-def refused(response: httpx.Response) -> Exception:
-    """What an answer other than 200 means: try again, a wrong request (ValueError), or a wrong server or key."""
+def error_of(response: httpx.Response) -> Exception:
+    """The error of a response other than 200: Retry, ValueError (wrong request) or UserError (wrong server or key)."""
     status, host = response.status_code, response.request.url.host
     try:
         message = message_in(response.json())
@@ -149,7 +149,7 @@ def refused(response: httpx.Response) -> Exception:
     message = message or f"status {status} for {response.request.url.path}"
     if status == 429 or status >= 500:
         after = response.headers.get("Retry-After", "")
-        return Again(message, float(after) if after.isdigit() else None)
+        return Retry(message, float(after) if after.isdigit() else None)
     if status in (400, 413, 422):
         return ValueError(message)
     if status in (401, 403):
@@ -160,6 +160,6 @@ def refused(response: httpx.Response) -> Exception:
 
 
 def message_in(content: dict[str, Any]) -> str:
-    """Of OpenAI's envelope, of FastAPI's, or of vLLM's development routes."""
+    """The message in an error of OpenAI's form, FastAPI's, or vLLM's development routes."""
     error = content.get("error") or content.get("detail") or ""
     return str(error.get("message", "") if isinstance(error, dict) else error)

@@ -1,7 +1,7 @@
-"""Where the answers of `ascendchat rl` come from when not from the trainer's own process.
+"""Servers for the rollouts of `ascendchat rl`: those of the user, or started by the trainer.
 
     with open_rollouts(config, tokenizer, origin.folder, here.say, here=here, ...) as generator:
-        ...                                            # a Fleet, on every rank
+        ...                                            # a ReplicaPool, on every rank
 
 `--rollouts URL,URL`: servers that somebody else has started, ours or vLLM's. `--rollout-devices N`: rank 0 starts one
 of ours, `ascendchat serve --weight-updates`, on the N devices behind those of the trainer (on a CPU: N processes). It
@@ -16,11 +16,8 @@ import contextlib
 import os
 import re
 import secrets
-import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,8 +30,8 @@ from ascendchat.device.env import devices_behind, without_own_settings
 from ascendchat.errors import UserError, of_rank
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
-from ascendchat.processes import free_port
-from ascendchat.remote.fleet import Fleet
+from ascendchat.processes import ChildProcess, free_port
+from ascendchat.remote.fleet import ReplicaPool
 from ascendchat.remote.vllm_server import first_key
 from ascendchat.remote.weights import Scorer
 
@@ -42,12 +39,11 @@ READY = re.compile(r"ready: (http://\S+)")
 LONGEST_START = 900.0  # seconds until a server must be ready: it opens the model, and may compile
 ENDING = 20.0  # seconds that it gets to end
 MAX_EARLY_DEATHS = 3  # in a row, before it was ready
-LOOK = 0.1  # seconds between two looks at a server that starts
 HANDED_OVER = 0.9  # of --rollout-timeout, after which a server gives what it has written before the trainer gives up
 
 
 def check_addresses(given: Sequence[str]) -> None:
-    """Refuse what can be no server, before anybody waits for it."""
+    """Refuse what cannot be the address of a server, before waiting for it."""
     for text in given:
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
@@ -62,8 +58,8 @@ def check_addresses(given: Sequence[str]) -> None:
             raise UserError(f"--rollouts names {text} twice")
 
 
-class Sizes(NamedTuple):
-    """What the servers must have room for."""
+class ServerSizes(NamedTuple):
+    """The room that the servers must have."""
 
     slots: int  # answers at the same time, over all devices
     context: int  # tokens of prompt and answer
@@ -85,7 +81,7 @@ class OwnServer:
         self.port, self.url = free_port(), ""
         self._closing = threading.Event()
         self.killed = False  # by a signal, before it was ready
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._watcher: threading.Thread | None = None
 
     def start(self) -> str:
@@ -104,36 +100,24 @@ class OwnServer:
         return self.url
 
     def _begin(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        begin = self.log.stat().st_size if self.log.exists() else 0
-        words = [sys.executable, "-m", "ascendchat.processes", *self.command, "--port", str(self.port)]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                words, env=self.environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-            )
-        end = time.monotonic() + self.longest_start
-        while not (found := READY.search(self._said(begin))):
-            if self._process.poll() is not None or time.monotonic() > end or self._closing.is_set():
-                status = self._process.poll()
-                self.killed = status is not None and not 0 <= status <= 128
-                how = f"took longer than {self.longest_start:.0f} s" if status is None else f"ended with {status}"
-                self._kill()  # there is nothing in it to be saved
-                last = (self._said(begin).strip().splitlines() or ["it said nothing"])[-1]
-                raise UserError(f"the server for rollouts {how} before it was ready: {last} (log: {self.log})")
-            time.sleep(LOOK)
-        self.url = found[1]
-
-    def _said(self, begin: int) -> str:
-        with self.log.open("rb") as log:
-            log.seek(begin)
-            return log.read().decode("utf-8", errors="replace")
+        words = [*self.command, "--port", str(self.port)]
+        self._child = child = ChildProcess.start(words, log=self.log, tied=True, env=self.environment)
+        ready = child.wait_ready(READY, self.longest_start, self._closing.is_set)
+        if ready is None:
+            status = child.poll()
+            self.killed = status is not None and not 0 <= status <= 128
+            how = f"took longer than {self.longest_start:.0f} s" if status is None else f"ended with {status}"
+            child.end(0.0)  # there is nothing in it to be saved
+            last = (child.output().strip().splitlines() or ["it said nothing"])[-1]
+            raise UserError(f"the server for rollouts {how} before it was ready: {last} (log: {self.log})")
+        self.url = ready[1]
 
     def _watch(self) -> None:
         """A thread: when it dies, it gets a successor on the same port."""
         early = 0
         while early < MAX_EARLY_DEATHS:
-            assert self._process is not None
-            status = self._process.wait()
+            assert self._child is not None
+            status = self._child.wait()
             if self._closing.is_set():
                 return
             self.say(f"the server for rollouts has ended with status {status}; it is started again")
@@ -154,26 +138,10 @@ class OwnServer:
     def close(self) -> None:
         """End it."""
         self._closing.set()
-        self._end()
+        if self._child is not None:
+            self._child.end(ENDING)
         if self._watcher is not None:
             self._watcher.join(ENDING)
-
-    def _end(self) -> None:
-        process = self._process
-        if process is None or process.poll() is not None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(ENDING)
-        except subprocess.TimeoutExpired:
-            self._kill()
-
-    def _kill(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its session: what it has started goes with it
-        self._process.wait()
 
 
 @contextlib.contextmanager
@@ -185,9 +153,9 @@ def open_rollouts(
     *,
     here: Context,
     folder: Path,
-    sizes: Sizes,
+    sizes: ServerSizes,
     scorer: Scorer | None = None,
-) -> Iterator[Fleet]:
+) -> Iterator[ReplicaPool]:
     """The servers, on every rank; rank 0 starts them and sends them weights. `weights_folder`: a checkpoint, the first.
     `folder`: for logs, key and weights. `scorer`: the trainer's, by which a vLLM is verified whose checksums do not say
     it all."""
@@ -195,7 +163,7 @@ def open_rollouts(
         urls, key = list(config.rollouts), first_key(config.rollout_key_file, os.environ, "--rollout-key-file")
         if config.rollouts == ("local",):
             urls, key = started(config, weights_folder, say, here, folder, sizes, stack)
-        fleet = Fleet.open(
+        pool = ReplicaPool.open(
             urls,
             api_key=key,
             tokenizer=tokenizer,
@@ -206,19 +174,19 @@ def open_rollouts(
             say=say,
             scorer=scorer,
         )
-        with fleet:
-            say_late(fleet, config.rollout_timeout, say)
-            if fleet.context < sizes.context:
+        with pool:
+            say_late(pool, config.rollout_timeout, say)
+            if pool.context < sizes.context:
                 raise UserError(
-                    f"the servers for rollouts have a context of {fleet.context} tokens and the rows of training "
+                    f"the servers for rollouts have a context of {pool.context} tokens and the rows of training "
                     f"{sizes.context}; start them with a longer one, or train with a smaller --max-seq-len"
                 )
-            yield fleet
+            yield pool
 
 
-def say_late(fleet: Fleet, timeout: float, say: Callable[[str], None]) -> None:
-    """Name servers that would hand over what they have written when nobody waits for it any more."""
-    for url, remote in [(member.url, member.remote) for member in fleet.members]:
+def say_late(pool: ReplicaPool, timeout: float, say: Callable[[str], None]) -> None:
+    """Warn of servers whose --request-timeout is longer than --rollout-timeout: what they wrote by then is lost."""
+    for url, remote in [(replica.url, replica.remote) for replica in pool.replicas]:
         limit = remote.server.request_timeout if remote else 0.0
         if limit >= timeout:
             say(
@@ -233,10 +201,10 @@ def started(
     say: Callable[[str], None],
     here: Context,
     folder: Path,
-    sizes: Sizes,
+    sizes: ServerSizes,
     stack: contextlib.ExitStack,
 ) -> tuple[list[str], str]:
-    """Addresses and key of servers of our own; what rank 0 cannot start is a UserError on every rank."""
+    """Start our own servers on rank 0; their addresses and key on every rank, or the error."""
     found: tuple[list[str], str] = [], ""
     own: Exception | None = None
     if here.main:
@@ -276,7 +244,7 @@ def private_key(path: Path) -> str:
 
 
 def commands_of(
-    config: RlConfig, weights_folder: Path, here: Context, key: Path, sizes: Sizes
+    config: RlConfig, weights_folder: Path, here: Context, key: Path, sizes: ServerSizes
 ) -> list[tuple[list[str], dict[str, str]]]:
     """Command and environment of each server: one of ours for all devices, or one vLLM for as many as share a model."""
     world, device = here.world, here.device
@@ -305,7 +273,7 @@ def commands_of(
     return commands
 
 
-def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Path, sizes: Sizes) -> list[str]:
+def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Path, sizes: ServerSizes) -> list[str]:
     """`ascendchat serve` for one trainer: nobody else asks, and it may ask for as much as it likes."""
     settings = {
         "checkpoint": weights_folder,
@@ -329,7 +297,7 @@ def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Pa
 
 
 def vllm_command(
-    settings: Mapping[str, Any], weights_folder: Path, here: Context, key: Path, sizes: Sizes
+    settings: Mapping[str, Any], weights_folder: Path, here: Context, key: Path, sizes: ServerSizes
 ) -> list[str]:
     """`ascendchat rollout-server`, which finds vLLM and checks that it fits."""
     if not (weights_folder / "config.json").is_file():

@@ -1,6 +1,6 @@
-"""A vLLM server: what its version can do, and how it takes weights. Nothing here imports vllm.
+"""A vLLM server: abilities of its version, and weight updates. Nothing here imports vllm.
 
-    server = await find_out(link, folder="")            # which server answers there; client.py has it
+    server = await find_out(http, folder="")            # which server answers there; client.py has it
     await server.pause("abort"); await server.push(weights, 7); await server.resume(); await server.verify(...)
 
 Weights, by their names in a Hugging Face checkpoint, go over in one of two ways:
@@ -31,7 +31,7 @@ from ascendchat.engine.request import Weights
 from ascendchat.errors import UserError
 from ascendchat.files import usual_mode
 from ascendchat.remote import weights as transfer
-from ascendchat.remote.http import TROUBLE, Again, Link, NoRoute
+from ascendchat.remote.http import ATTEMPT_ERRORS, HTTPClient, NoRoute, Retry
 from ascendchat.remote.servers import OurServer, PauseMode, Server
 from ascendchat.remote.weights import Scorer, Scores, compare, judge
 
@@ -40,24 +40,24 @@ WEIGHTS_SINCE = (0, 16, 0)
 JOIN = 60.0  # seconds for the workers to meet the trainer
 
 
-async def find_out(link: Link, folder: str) -> Server:
+async def find_out(http: HTTPClient, folder: str) -> Server:
     """Ask a server who it is. `folder`: where weights are written for it to read."""
     try:
-        first = (await link.again(lambda: link.ask("GET", "/v1/models")))["data"][0]
+        first = (await http.retry(lambda: http.ask("GET", "/v1/models")))["data"][0]
         card = {**first, "id": first["id"]}
     except (NoRoute, LookupError, TypeError, ValueError):
         raise UserError(
-            f"{link.url} is no server with OpenAI's API: it has no list of models; start one with: ascendchat serve "
+            f"{http.url} is no server with OpenAI's API: it has no list of models; start one with: ascendchat serve "
             "--weight-updates, or ascendchat rollout-server"
         ) from None
     if "ascendchat" in card:
-        return OurServer(link, card)
-    told = await link.again(lambda: link.probe("/version"))
+        return OurServer(http, card)
+    told = await http.retry(lambda: http.probe("/version"))
     version = version_of(told.get("version")) if isinstance(told, dict) else None
     if version is None:
-        return Server(link, card)
-    server = VllmServer(link, card, version, folder)
-    await link.again(server.look_around)
+        return Server(http, card)
+    server = VllmServer(http, card, version, folder)
+    await http.retry(server.find_routes)
     return server
 
 
@@ -70,8 +70,8 @@ def version_of(text: Any) -> tuple[int, ...] | None:
 class VllmServer(Server):
     """One server of vLLM or vllm-ascend."""
 
-    def __init__(self, link: Link, card: dict[str, Any], version: tuple[int, ...], folder: str) -> None:
-        super().__init__(link, card)
+    def __init__(self, http: HTTPClient, card: dict[str, Any], version: tuple[int, ...], folder: str) -> None:
+        super().__init__(http, card)
         self.version, self.folder = version, folder
         self.dtype = ""  # in which it calculates; unknown without the development routes
         self.workers = 0  # processes that have the model; 0: unknown
@@ -79,9 +79,9 @@ class VllmServer(Server):
         self.receives = False  # whether its workers have our receiver
         self.processed: bool | None = None  # log-probabilities after temperature, top-k and so on; None: not known yet
         self.checks = version >= WEIGHTS_SINCE  # until it says that it has no /weight_checker
-        self.proven = False  # whether checksums have shown that it has all weights of the last sync
+        self._sent: dict[str, torch.Tensor] = {}  # weights in its dtype, from `push` to `verify`
         self._born = ""  # when it was started, at the last sync; "": none yet
-        self._group: transfer.Group | None = None
+        self._group: transfer.TransferGroup | None = None
         self._written: Path | None = None
         self._before: Scores | None = None  # of the version that answered before
 
@@ -89,9 +89,9 @@ class VllmServer(Server):
     def name(self) -> str:
         return f"vLLM {'.'.join(map(str, self.version))}"
 
-    async def look_around(self) -> None:
-        """Which routes there are."""
-        probe = self.link.probe
+    async def find_routes(self) -> None:
+        """Find out which routes it has."""
+        probe = self.http.probe
         self.controlled = self.version >= OLDEST and await probe("/is_paused") is not None
         if not self.controlled:
             return
@@ -103,7 +103,7 @@ class VllmServer(Server):
         try:
             await self._rpc("ascendchat_leave")
             self.receives = self.workers > 0
-        except (Again, NoRoute):  # an unknown method is a 500
+        except (Retry, NoRoute):  # an unknown method is a 500
             self.receives = False
 
     # ---- commands ------------------------------------------------------------------------------
@@ -111,25 +111,25 @@ class VllmServer(Server):
     async def pause(self, mode: PauseMode) -> None:
         """`wait` lets answers finish, `abort` ends them as they are; prefixes of old weights are forgotten."""
         self._controls()
-        await self.link.command("POST", f"/pause?mode={mode}", self.link.timeout)
+        await self.http.command("POST", f"/pause?mode={mode}", self.http.timeout)
 
     async def resume(self) -> None:
         self._controls()
-        await self.link.again(lambda: self.link.command("POST", "/resume"))
+        await self.http.retry(lambda: self.http.command("POST", "/resume"))
 
     def _controls(self) -> None:
         if not self.controlled:
             raise UserError(
-                f"{self.link.url} is {self.name} without the routes to pause it and replace its weights; start it with "
+                f"{self.http.url} is {self.name} without the routes to pause it and replace its weights; start it with "
                 "VLLM_SERVER_DEV_MODE=1 (ascendchat rollout-server does)"
             )
         if self.version < WEIGHTS_SINCE:
-            raise UserError(f"{self.link.url} is {self.name}, whose weights cannot be replaced; use 0.16 or newer")
+            raise UserError(f"{self.http.url} is {self.name}, whose weights cannot be replaced; use 0.16 or newer")
 
     async def _rpc(self, method: str, *args: str, seconds: float = 60.0, **kwargs: str) -> Any:
         """Call a method of every worker."""
         body = {"method": method, "args": list(args), "kwargs": kwargs}
-        return await self.link.command("POST", "/collective_rpc", seconds, json=body)
+        return await self.http.command("POST", "/collective_rpc", seconds, json=body)
 
     # ---- weights -------------------------------------------------------------------------------
 
@@ -141,19 +141,19 @@ class VllmServer(Server):
         if self.receives:
             try:
                 await self._push_in_place(sent)
-            except (*TROUBLE, RuntimeError, OSError) as error:
+            except (*ATTEMPT_ERRORS, RuntimeError, OSError) as error:
                 problem = first_line(error)
                 await self._leave()
         if not self.receives or problem:
             try:
                 await self._push_by_disk(sent, version)
-            except TROUBLE as error:
+            except ATTEMPT_ERRORS as error:
                 both = f"in place: {problem}; by disk: " if problem else ""
-                raise UserError(f"{self.link.url} has not taken version {version}: {both}{first_line(error)}") from None
-        await self.link.again(lambda: self.link.command("POST", "/reset_prefix_cache"))
+                raise UserError(f"{self.http.url} has not taken version {version}: {both}{first_line(error)}") from None
+        await self.http.retry(lambda: self.http.command("POST", "/reset_prefix_cache"))
         await self._name_version(version)
-        await self._check(sent)
-        self._born = await self.link.again(self.birth)
+        self._sent = sent
+        self._born = await self.http.retry(self.birth)
 
     def _in_its_dtype(self, weights: Weights) -> dict[str, torch.Tensor]:
         """Half the bytes where the server keeps half the digits."""
@@ -170,7 +170,7 @@ class VllmServer(Server):
             await self._join(next(iter(weights.values())).device)
         group, told = self._group, await asyncio.to_thread(transfer.described, weights)
         assert group is not None
-        limit = self.link.timeout
+        limit = self.http.timeout
         await together(
             self._rpc("ascendchat_receive", json.dumps(told), seconds=limit), lambda: group.send(weights), limit
         )
@@ -179,16 +179,16 @@ class VllmServer(Server):
         """A group of this process and all workers. The library of its device, as the process group of torch knows it:
         gloo for CPUs."""
         backend = torch.distributed.get_default_backend_for_device(place)
-        own = await asyncio.to_thread(transfer.address_towards, self.link.host, self.link.port)
+        own = await asyncio.to_thread(transfer.address_towards, self.http.host, self.http.port)
         store = await asyncio.to_thread(transfer.listen, JOIN)
         name = uuid.uuid4().hex
         told = {"address": own, "port": store.port, "name": name, "backend": backend}
         told |= {"size": 1 + self.workers, "timeout": JOIN}
-        made: list[transfer.Group] = []
+        made: list[transfer.TransferGroup] = []
 
         def join() -> None:
             size = 1 + self.workers
-            made.append(transfer.Group(backend, store, own=own, name=name, rank=0, size=size, timeout=JOIN))
+            made.append(transfer.TransferGroup(backend, store, own=own, name=name, rank=0, size=size, timeout=JOIN))
 
         await together(self._rpc("ascendchat_join", json.dumps(told), seconds=2 * JOIN), join, 2 * JOIN)
         self._group = made[0]
@@ -200,19 +200,19 @@ class VllmServer(Server):
             threading.Thread(target=group.close, name="leave a group", daemon=True).start()  # may hang, too
         try:
             await self._rpc("ascendchat_leave", seconds=JOIN)
-        except TROUBLE:
+        except ATTEMPT_ERRORS:
             self._group = None
 
     async def _push_by_disk(self, weights: dict[str, torch.Tensor], version: int) -> None:
         """A folder of this version, then the order to read it. The one before goes when this one is in use."""
-        if not self.folder and self.link.host not in ("127.0.0.1", "localhost", "::1"):
+        if not self.folder and self.http.host not in ("127.0.0.1", "localhost", "::1"):
             raise UserError("weights go to another machine by a folder that both can read, and none was named")
         folder = Path(tempfile.mkdtemp(prefix=f"weights-{version}-", dir=self.folder or None))
         try:
             if self.folder:
                 usual_mode(folder)  # the server may run as another user
             await asyncio.to_thread(write_weights, folder / "model.safetensors", weights)
-            await self._rpc("reload_weights", seconds=self.link.timeout, weights_path=str(folder))
+            await self._rpc("reload_weights", seconds=self.http.timeout, weights_path=str(folder))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -223,7 +223,7 @@ class VllmServer(Server):
     async def _name_version(self, version: int) -> None:
         if self.version >= (0, 27, 0):
             try:
-                await self.link.command("POST", "/update_weight_version", json={"new_version": str(version)})
+                await self.http.command("POST", "/update_weight_version", json={"new_version": str(version)})
             except NoRoute:
                 return
 
@@ -234,62 +234,60 @@ class VllmServer(Server):
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
 
-    # ---- whether it has them -------------------------------------------------------------------
+    # ---- verification ---------------------------------------------------------------------------
 
     async def birth(self) -> str:
-        """When it was started, as its metrics say."""
-        found = re.search(r"^process_start_time_seconds (\S+)$", await self.link.text("/metrics"), flags=re.M)
+        """The time of its start, from its metrics; "" if unknown."""
+        found = re.search(r"^process_start_time_seconds (\S+)$", await self.http.text("/metrics"), flags=re.M)
         return found[1] if found else ""
 
-    async def has_forgotten(self) -> bool:
-        """Whether it was started anew since the last sync, and has the weights of its start again."""
+    async def was_restarted(self) -> bool:
+        """True if it was restarted since the last sync, and so has its first weights again."""
         if self._born and await self.birth() != self._born:
             self._group = None  # its other end is gone
             return True
         return False
 
-    async def _check(self, weights: dict[str, torch.Tensor]) -> None:
-        """By the digests that the server has of its weights. `proven`: every weight could be compared."""
-        self.proven = False
-        if not self.checks:
-            return
-        try:
-            told = await self.link.command("POST", "/weight_checker", self.link.timeout, json={"action": "checksum"})
-        except NoRoute:
-            self.checks = False
-            return
-        wrong, unknown = await asyncio.to_thread(compare, told["checksums"], weights)
-        if wrong:
-            raise UserError(f"{self.link.url} has other weights than it was sent: {wrong[0]} and {len(wrong) - 1} more")
-        self.proven = not unknown
-
-    async def verify(self, scorer: Scorer | None, tokens: list[int]) -> None:
-        """By an answer, where checksums do not prove it: the server is not paused any more."""
-        if self.proven:
+    async def verify(self, weights: Weights, version: int, scorer: Scorer | None, probe: list[int]) -> None:
+        sent, self._sent = self._sent, {}
+        if await self._checksums_prove(sent):
             return
         if scorer is None:
             raise UserError(
-                f"{self.link.url} ({self.name}) cannot say which weights it has, and there is nobody to score a probe: "
+                f"{self.http.url} ({self.name}) cannot say which weights it has, and there is nobody to score a probe: "
                 "set Remote.scorer to a function that gives the log-probabilities of tokens"
             )
-        own = await asyncio.to_thread(scorer, tokens)
-        now = Scores(tuple(float(value) for value in own), tuple(await self.score(tokens)))
-        problem = judge(now, self._before, self.dtype)
-        if problem:
-            raise UserError(f"{self.link.url} has other weights than it was sent: {problem}")
+        own = await asyncio.to_thread(scorer, probe)
+        now = Scores(tuple(float(value) for value in own), tuple(await self.score(probe)))
+        if problem := judge(now, self._before, self.dtype):
+            raise self.has_others(problem)
         self._before = now
+
+    async def _checksums_prove(self, weights: dict[str, torch.Tensor]) -> bool:
+        """True if it has checksums of all its weights and all are right; a wrong one is an error."""
+        if not self.checks:
+            return False
+        try:
+            reply = await self.http.command("POST", "/weight_checker", self.http.timeout, json={"action": "checksum"})
+        except NoRoute:
+            self.checks = False
+            return False
+        wrong, unknown = await asyncio.to_thread(compare, reply["checksums"], weights)
+        if wrong:
+            raise self.has_others(f"{wrong[0]} and {len(wrong) - 1} more")
+        return not unknown
 
     async def score(self, tokens: list[int]) -> list[float]:
         """Log-probabilities of all tokens but the first, by the server."""
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         body["cache_salt"] = uuid.uuid4().hex  # what is in its cache has no log-probabilities
-        reply = await self.link.again(lambda: self.link.ask("POST", "/v1/completions", json=body))
+        reply = await self.http.retry(lambda: self.http.ask("POST", "/v1/completions", json=body))
         rows = reply["choices"][0]["prompt_logprobs"][1:]
         return [float(row[str(token)]["logprob"]) for row, token in zip(rows, tokens[1:])]
 
     async def reports_processed(self) -> bool:
-        """Whether its log-probabilities are those of the distribution that tokens are drawn from: the likeliest token
-        of one prompt is asked for at two temperatures."""
+        """True if its log-probabilities are those of the distribution that it samples from: the log-probability of the
+        likeliest token then depends on the temperature."""
         if self.processed is None:
             found = []
             body = {
@@ -301,7 +299,7 @@ class VllmServer(Server):
             }
             for temperature in (1.0, 2.0):
                 body["temperature"] = temperature
-                reply = await self.link.again(lambda: self.link.ask("POST", "/v1/completions", json=body))
+                reply = await self.http.retry(lambda: self.http.ask("POST", "/v1/completions", json=body))
                 found.append(max(reply["choices"][0]["logprobs"]["top_logprobs"][0].values()))
             self.processed = not math.isclose(*found, abs_tol=1e-4)
         return self.processed

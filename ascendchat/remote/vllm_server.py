@@ -35,7 +35,7 @@ from ascendchat.device import smi
 from ascendchat.device.cann import cann_version
 from ascendchat.device.env import ALLOCATORS, NPU_GENERATING, harmful_settings, look
 from ascendchat.errors import UserError, home
-from ascendchat.processes import die_with_parent, is_free, status_of
+from ascendchat.processes import ChildProcess, is_free, status_of
 
 PACKAGE = Path(__file__).resolve().parent.parent
 RECEIVER = "remote/vllm_worker.py"  # of our package: lets vLLM's workers take weights over any collective
@@ -213,20 +213,14 @@ def serve(plan: _ServerPlan, longest_start: float) -> int:
     if not is_free(port):
         raise UserError(f"port {port} is in use; choose another with --port")
     received: list[float] = []  # times of signals
-    server = subprocess.Popen(
-        plan.command,
-        env={**os.environ, **plan.added},
-        start_new_session=True,
-        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-    )
+    server = ChildProcess.start(plan.command, tied=True, env={**os.environ, **plan.added})
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(time.monotonic())
-        with contextlib.suppress(ProcessLookupError):
-            if len(received) == 1:
-                server.send_signal(number)
-            else:
-                os.killpg(server.pid, signal.SIGKILL)
+        if len(received) == 1:
+            server.process.send_signal(number)
+        else:
+            server.kill()
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -236,26 +230,22 @@ def serve(plan: _ServerPlan, longest_start: float) -> int:
         elif server.poll() is None and not received:
             say(f"vLLM was not ready after {longest_start:.0f} s; give it longer: --start-timeout")
             return 1
-        while server.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(LOOK)
+        while (status := server.wait(LOOK)) is None:
             if received and time.monotonic() > received[0] + GRACE:
-                with contextlib.suppress(ProcessLookupError):  # it may end just now
-                    os.killpg(server.pid, signal.SIGKILL)
+                server.kill()
         if not ready and not received:
-            say(f"vLLM ended with status {status_of(server.returncode)} before it was ready; its output stands above")
-            return status_of(server.returncode) or 1
-        return status_of(server.returncode)
+            say(f"vLLM ended with status {status_of(status)} before it was ready; its output stands above")
+            return status_of(status) or 1
+        return status_of(status)
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # what is left of its processes
-            os.killpg(server.pid, signal.SIGKILL)
+        server.kill()  # and what is left of its processes
         server.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def wait_ready(server: subprocess.Popen[bytes], url: str, until: float) -> bool:
-    """Whether /health says 200 before the server ends or the time is over."""
+def wait_ready(server: ChildProcess, url: str, until: float) -> bool:
+    """Wait until /health says 200; False if the server ends or the time is over."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     while server.poll() is None and time.monotonic() < until:
         link = http.client.HTTPConnection(host, int(port), timeout=10)
@@ -294,7 +284,7 @@ ROWS = {"0.18": _Row((2, 9), (8, 5)), "0.23": _Row((2, 10), (9, 0))}
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user wants of vLLM, as far as it depends on the device."""
+    """The settings of the user that depend on the device."""
 
     device: str
     weight_transfer: str = "auto"
@@ -305,7 +295,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Installed:
-    """What is there. `versions`: by package; empty when nobody knows. `bf16`: False where the chip has none."""
+    """The environment. `versions`: by package, empty where unknown. `bf16`: False where the chip has none."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     cann: str = ""
@@ -319,7 +309,7 @@ def found_device(environ: Mapping[str, str]) -> str:
 
 
 def installed(device: str, versions: Mapping[str, str], environ: Mapping[str, str]) -> Installed:
-    """What is there, with the CANN that is loaded and what the chip can do."""
+    """Read the environment: packages, the CANN that is loaded, abilities of the chip."""
     home = environ.get("ASCEND_HOME_PATH") or environ.get("ASCEND_TOOLKIT_HOME") or ""
     tool, bf16 = KINDS[device].tool, True
     if tool and smi.locate(tool):
@@ -413,7 +403,7 @@ def first_problem(asked: Asked, there: Installed, environ: Mapping[str, str]) ->
 
 
 def transfers(asked: Asked, there: Installed) -> bool:
-    """Whether this vLLM has weight transfer of its own on this device."""
+    """True if this vLLM has weight transfer of its own on this device."""
     if asked.device == "cpu" or not there.versions:
         return False
     plugin = there.versions.get("vllm-ascend" if asked.device == "npu" else "vllm", "")
@@ -421,7 +411,7 @@ def transfers(asked: Asked, there: Installed) -> bool:
 
 
 def variables(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
-    """What is added to the environment; what the user has set stays."""
+    """Variables to add to the environment; those that the user has set stay."""
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if asked.device == "npu":
         wanted |= {name: value for name, value in NPU_GENERATING.items() if name not in ALLOCATORS}
@@ -430,7 +420,7 @@ def variables(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def warnings(asked: Asked, there: Installed, environ: Mapping[str, str]) -> list[str]:
-    """What costs something or could not be checked."""
+    """Notices: settings that cost speed, and versions that could not be checked."""
     found = [setting.sentence() for setting in harmful_settings(environ)] if asked.device == "npu" else []
     if not there.versions:
         found.append("the version of this vLLM is not known, so nothing was checked; name its Python: --python")

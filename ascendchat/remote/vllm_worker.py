@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ascendchat.remote.weights import Group, address_towards, meet
+from ascendchat.remote.weights import TransferGroup, address_towards, meet
 
 
 class WeightReceiver:
@@ -28,7 +28,7 @@ class WeightReceiver:
         replica = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
         rank = 1 + replica * parallel.world_size + worker.rank
         store = meet(facts["address"], facts["port"], facts["timeout"])
-        worker.ascendchat_group = Group(
+        worker.ascendchat_group = TransferGroup(
             facts["backend"],
             store,
             own=address_towards(facts["address"], facts["port"]),

@@ -1,4 +1,4 @@
-"""Whether a server has the weights that it was sent: checksums where it tells them, else log-probabilities.
+"""Weight transfer and its verification: by checksums where a server has them, else by log-probabilities of a probe.
 
 checksum(weights)                                  # what `GET /weights` of our server says of equal weights
 wrong = compare(told, weights, dtype)              # digests of vLLM's /weight_checker
@@ -37,7 +37,7 @@ JOINED = {
 
 
 def checksum(weights: Mapping[str, Tensor]) -> str:
-    """Of weights by name, as they lie in memory: equal weights have equal checksums."""
+    """Checksum of weights by name, as they lie in memory."""
     total = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -66,7 +66,7 @@ def compare(told: Mapping[str, str], weights: Mapping[str, Tensor]) -> tuple[lis
 
 
 def expected_tensor(name: str, weights: Mapping[str, Tensor]) -> Tensor | None:
-    """What vLLM makes of our weights under this name of its own; None if that is not known."""
+    """Our weights in the form that vLLM keeps under this name; None if that is unknown."""
     if name in weights:
         return weights[name]
     for joined, parts in JOINED.items():
@@ -78,7 +78,7 @@ def expected_tensor(name: str, weights: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def padded(table: Tensor) -> Tensor:
-    """As vLLM keeps embedding and head: with rows of zeros up to a multiple of 64."""
+    """A table with rows of zeros up to a multiple of 64, the form in which vLLM keeps embedding and head."""
     return torch.cat([table, table.new_zeros(-len(table) % VLLM_ROWS, *table.shape[1:])]) if table.dim() == 2 else table
 
 
@@ -100,8 +100,8 @@ def probe_of(tokenizer: Tokenizer | None) -> list[int]:
 
 
 def remembered(settings: Mapping[str, Any]) -> Scorer | None:
-    """What the `scorer` of a Remote says of its probe now: a server that comes back is verified when the weights of the
-    trainer may have moved on."""
+    """A scorer that remembers the log-probabilities of the probe now: the trainer's weights may have moved on
+    when a replica recovers."""
     if settings.get("scorer") is None:
         return None
     found = tuple(settings["scorer"](probe_of(settings["tokenizer"])))
@@ -117,8 +117,8 @@ def gap(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def judge(now: Scores, before: Scores | None, dtype: str) -> str:
-    """What is wrong with the server's weights, or nothing. Two signs: the log-probabilities are not the trainer's, or
-    they are the very same as before although the trainer's have moved."""
+    """The problem with the server's weights, or "". Either its log-probabilities are not the trainer's, or they are the
+    same as before although the trainer's have moved."""
     limit, found = LIMITS.get(dtype, OTHER_LIMIT), gap(now.trainer, now.server)
     if found > limit:
         return f"its log-probabilities differ from the trainer's by {found:.2g} on average, more than {limit:g}"
@@ -130,7 +130,7 @@ def judge(now: Scores, before: Scores | None, dtype: str) -> str:
 # Weights from a trainer to the workers of a server over a collective of torch.distributed: gloo, nccl or hccl.
 #
 #     store = listen(); told = {"address": ..., "port": store.port, ...}      # the trainer, rank 0
-#     group = Group("gloo", store, rank=0, size=1 + workers, timeout=60.0)    # every rank at the same time
+#     group = TransferGroup("gloo", store, rank=0, size=1 + workers, timeout=60.0)    # every rank at the same time
 #     group.send(weights); group.receive(told)
 #
 # The group stands beside the process's own one: a trainer of several ranks and a worker of vLLM have one each. This
@@ -138,24 +138,24 @@ def judge(now: Scores, before: Scores | None, dtype: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address as it is seen from there."""
+    """The address of this machine as `host` sees it."""
     with socket.create_connection((host, port), timeout=10.0) as link:
         return str(link.getsockname()[0])
 
 
 def listen(timeout: float) -> torch_dist.TCPStore:
-    """Where the ranks of a group meet, on a free port of this machine."""
+    """Open the store in which the ranks of a group meet, on a free port of this machine."""
     wait = timedelta(seconds=timeout)
     return torch_dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=wait)
 
 
 def meet(address: str, port: int, timeout: float) -> torch_dist.TCPStore:
-    """The store that another process listens on."""
+    """Connect to the store of another process."""
     return torch_dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def described(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the receivers must know before the tensors come, in the order in which they come."""
+    """Names, dtypes and shapes of the tensors in the order in which they are sent, and a digest of all."""
     digest = hashlib.sha256()
     for tensor in weights.values():
         digest.update(raw(tensor))
@@ -172,8 +172,8 @@ def raw(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-class Group:
-    """A process group of its own. Whoever is late or gone is an error after `timeout` seconds, not a wait for ever."""
+class TransferGroup:
+    """A process group beside the default one. A rank that is late or gone is an error after `timeout` seconds."""
 
     def __init__(
         self, backend: str, store: torch_dist.TCPStore, *, own: str, name: str, rank: int, size: int, timeout: float

@@ -1,1 +1,1 @@
-"""`ascendchat report`: curves, tables and samples of a run in one file."""
+"""Curves, tables and samples of a run in one file: `ascendchat report`."""

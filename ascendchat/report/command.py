@@ -1,6 +1,6 @@
-"""`ascendchat report --run demo`: curves, tables, samples and environment of runs, in one file. No torch.
+"""Report on runs in one file, with curves, tables, samples and environment: `ascendchat report --run demo`. No torch.
 
-gather.py reads the run folders, content.py says what is shown, plots.py draws, html.py and html.py write.
+gather.py reads the run folders, content.py chooses what is shown, plots.py draws, html.py writes HTML and Markdown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ascendchat.config.commands import ReportConfig
 from ascendchat.errors import UserError
 from ascendchat.files import write_atomic
 from ascendchat.report.content import Section
-from ascendchat.report.html import body, mark, page
+from ascendchat.report.html import body, content_hash, page
 from ascendchat.runs.run import run_folder
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def run(config: ReportConfig) -> int:
-    """The command."""
+    """Run `ascendchat report`."""
     from ascendchat.report.content import content
     from ascendchat.report.gather import gather, newest_run
     from ascendchat.report.html import page, write_markdown
@@ -56,9 +56,9 @@ def run(config: ReportConfig) -> int:
 
 
 def watch(title: str, make: Callable[[], list[Section]], config: ReportConfig) -> int:
-    """Until Ctrl-C."""
+    """Serve the report until Ctrl-C."""
 
-    with server(Watched(title, make), config.host, config.port) as listening:
+    with server(LiveReport(title, make), config.host, config.port) as listening:
         print(f"the report of {title}: http://{config.host}:{listening.server_address[1]} (Ctrl-C ends it)", flush=True)
         try:
             listening.serve_forever()
@@ -69,11 +69,11 @@ def watch(title: str, make: Callable[[], list[Section]], config: ReportConfig) -
 
 # `ascendchat report --watch`: the report of a run while it trains, on this machine; the page follows by itself.
 
-FRESH = 2.0  # seconds for which a content is not made again
+MAX_AGE = 2.0  # seconds; older sections are made anew on request
 
 
-class Watched:
-    """The sections of the report, made anew when somebody asks and the last ones are old."""
+class LiveReport:
+    """The sections of the report, made anew on request when the last ones are old."""
 
     def __init__(self, title: str, make: Callable[[], list[Section]]) -> None:
         self.title, self.make = title, make
@@ -81,28 +81,28 @@ class Watched:
 
     def sections(self) -> list[Section]:
         with self._lock:
-            if time.monotonic() - self._at > FRESH:
-                with contextlib.suppress(UserError, OSError):  # it is being set aside: what was there is shown
+            if time.monotonic() - self._at > MAX_AGE:
+                with contextlib.suppress(UserError, OSError):  # the run is being moved away: the last sections stay
                     self._made = self.make()
                 self._at = time.monotonic()
             return self._made
 
 
-def server(watched: Watched, host: str, port: int) -> ThreadingHTTPServer:
-    """Not running yet: serve_forever()."""
+def server(report: LiveReport, host: str, port: int) -> ThreadingHTTPServer:
+    """Build the server, which does not run yet: call serve_forever()."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             address = urlsplit(self.path)
             if address.path == "/":
-                return self.answer(page(watched.title, watched.sections(), follows=True))
+                return self.answer(page(report.title, report.sections(), follows=True))
             if address.path != "/content":
                 return self.send_error(404)
-            inner = body(watched.sections())
-            if parse_qs(address.query).get("seen") == [mark(inner)]:
+            inner = body(report.sections())
+            if parse_qs(address.query).get("seen") == [content_hash(inner)]:
                 self.send_response(204)
                 return self.end_headers()
-            return self.answer(inner, mark(inner))
+            return self.answer(inner, content_hash(inner))
 
         def answer(self, text: str, marked: str = "") -> None:
             data = text.encode()

@@ -1,10 +1,10 @@
-"""What run folders hold, put in order: runs/NAME/{base,mid,sft,rl}/{metrics.jsonl,run.json,config.yaml}, results.jsonl.
+"""Read run folders: runs/NAME/{base,mid,sft,rl}/{metrics.jsonl,run.json,config.yaml}, results.jsonl.
 
     run = gather("demo")
     run.stages[0].series("loss")             # ([1, 2, ...], [7.3, 7.1, ...])
     results_table([run], "chat")             # task -> stage -> accuracies
 
-A run may be training while it is read: what is not there yet is left out.
+A run may be training while it is read: files that are not there yet are left out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,20 @@ from ascendchat.errors import UserError, home
 from ascendchat.runs.results import best_results, stage_results
 from ascendchat.runs.run import read_facts, read_metrics, run_folder
 
-VALIDATION = "bpb", "val_loss", "accuracy", "core"  # metrics that a model is chosen by begin so
-OWN = {"seed", "run", "resume", "device_type", "config", "track", "tokenizer", "output_dir"}  # not of the training
-TRANSCRIPTS = 3  # answers of RL that are shown
+# Settings that do not change the training
+NOT_TRAINING = {
+    "seed",
+    "run",
+    "resume",
+    "device_type",
+    "config",
+    "track",
+    "tokenizer",
+    "output_dir",
+}
+MAX_TRANSCRIPTS = 3  # answers of RL
 
-NAME = re.compile(r"step_\d{6,}")  # of a checkpoint: that of a run
+NAME = re.compile(r"step_\d{6,}")  # of a run's checkpoint
 Series = tuple[list[float], list[float]]  # steps, values
 
 
@@ -43,18 +52,18 @@ class StageData:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluation -> task -> row
 
     def series(self, metric: str) -> Series:
-        """Steps and values, where there are any and they are finite."""
-        found = [(row["step"], row[metric]) for row in self.rows if is_number(row.get(metric))]
-        return [float(step) for step, _ in found], [float(value) for _, value in found]
+        """Steps and values of a metric, where it has a finite number."""
+        points = [(row["step"], row[metric]) for row in self.rows if is_number(row.get(metric))]
+        return [float(step) for step, _ in points], [float(value) for _, value in points]
 
     def last(self, metric: str, count: int = 1) -> float | None:
-        """The mean of the last few."""
+        """Mean of the last `count` values; None without any."""
         values = self.series(metric)[1][-count:]
         return sum(values) / len(values) if values else None
 
     @property
     def metrics(self) -> list[str]:
-        """All that have numbers, in the order in which they came."""
+        """Names of all metrics that have numbers, in the order in which they came."""
         return list(dict.fromkeys(name for row in self.rows for name, value in row.items() if is_number(value)))
 
     @property
@@ -63,7 +72,7 @@ class StageData:
 
     @property
     def seconds(self) -> float:
-        """Of all its sessions; of one that was killed, as long as it is known to have lived."""
+        """Total wall time of all sessions; a killed session counts until its last logged row."""
         sessions = [*self.facts.get("history", ()), self.facts]
         times = sorted(row["time"] for row in self.rows if is_number(row.get("time")))
         total = 0.0
@@ -74,14 +83,14 @@ class StageData:
             later = [
                 other["started"] for other in sessions if is_number(other.get("started")) and other["started"] > begin
             ]
-            known = [time for time in times if begin <= time < min(later, default=math.inf)]
+            logged = [time for time in times if begin <= time < min(later, default=math.inf)]
             end = session.get("ended")
-            total += max(0.0, (end if is_number(end) else max(known, default=begin)) - begin)
+            total += max(0.0, (end if is_number(end) else max(logged, default=begin)) - begin)
         return total
 
     @property
     def tokens(self) -> float:
-        """Trained on, as far as the record says."""
+        """Trained tokens, as far as the record says."""
         split = self.facts.get("split") or {}
         per_step = math.prod(split.get(name, 0) for name in ("devices", "rows", "accumulation", "seq_len"))
         return float(per_step * self.steps)
@@ -91,16 +100,16 @@ class StageData:
         return int(self.facts.get("world") or 1)
 
     def samples(self) -> list[str]:
-        """The last texts of the model."""
+        """The last sampled texts."""
         return next((list(row["samples"]) for row in reversed(self.rows) if row.get("samples")), [])
 
     def transcripts(self) -> list[dict[str, Any]]:
-        """A few answers of the last step of RL: the best, the worst, one between."""
+        """A few answers of the last step of RL: the best, the median, the worst."""
         files = sorted((self.folder / "transcripts").glob("step_*.jsonl"))
         lines = files[-1].read_text(encoding="utf-8").splitlines() if files else []
         answers = sorted((json.loads(line) for line in lines if line), key=lambda answer: answer["reward"])
         places = sorted({len(answers) - 1, len(answers) // 2, 0}, reverse=True)
-        return [answers[place] for place in places if answers][:TRANSCRIPTS]
+        return [answers[place] for place in places if answers][:MAX_TRANSCRIPTS]
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ class RunData:
 
 
 def gather(name: str) -> RunData:
-    """Everything that the folder of a run says."""
+    """Read the folder of a run."""
     stages = []
     for stage in stage_names():
         folder = run_folder(name, stage)
@@ -139,7 +148,7 @@ def stage_names() -> list[str]:
 
 
 def newest_run() -> str:
-    """The run that was written to last."""
+    """Name of the run that was written to last."""
     files = (home() / "runs").glob("*/*/metrics.jsonl")
     last = max(files, key=lambda path: path.stat().st_mtime, default=None)
     if last is None:
@@ -147,25 +156,26 @@ def newest_run() -> str:
     return last.parents[1].name
 
 
-def same_but_seed(runs: Sequence[RunData]) -> list[list[RunData]]:
-    """Runs with the same stages and settings together, in the order in which they were named."""
+def group_seeds(runs: Sequence[RunData]) -> list[list[RunData]]:
+    """Group runs with the same stages and settings, in the order in which they were named."""
     groups: dict[str, list[RunData]] = {}
     for run in runs:
-        known = [(stage.name, same_settings(stage)) for stage in run.stages]
-        groups.setdefault(json.dumps(known, sort_keys=True, default=str), []).append(run)
+        key = [(stage.name, same_settings(stage)) for stage in run.stages]
+        groups.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     return list(groups.values())
 
 
 def same_settings(stage: StageData) -> dict[str, Any]:
-    """What runs of other seeds have in common: also the model that they start from, unless it is a run itself."""
+    """Settings that runs of other seeds have in common: also the model that they start from, unless it is a run
+    itself."""
     start = str(stage.settings.get("start") or "")
     is_run = ("/" not in start and (home() / "runs" / start).is_dir()) or NAME.fullmatch(Path(start).name)
-    own = OWN | {"start"} if is_run else OWN
-    return {name: value for name, value in stage.settings.items() if name not in own}
+    ignored = NOT_TRAINING | {"start"} if is_run else NOT_TRAINING
+    return {name: value for name, value in stage.settings.items() if name not in ignored}
 
 
 def results_table(runs: Sequence[RunData], kind: str) -> dict[str, dict[str, list[float]]]:
-    """The figures of one kind of evaluation ("bpb", "core", "chat") by task and stage; for seeds several."""
+    """Results of one kind of evaluation ("bpb", "core", "chat") by task and stage; one value per seed."""
     table: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         for stage in run.stages:
@@ -177,5 +187,5 @@ def results_table(runs: Sequence[RunData], kind: str) -> dict[str, dict[str, lis
 
 
 def is_number(value: Any) -> bool:
-    """A finite one."""
+    """True for a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""A report as one HTML file: no other file, no request to anywhere.
+"""Write a report as one HTML file: no other file, no request to anywhere.
 
 text = page("demo", sections)
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ascendchat.config.language import language, translate
 from ascendchat.files import write_atomic
-from ascendchat.report.content import Plot, Section, Table, Text
+from ascendchat.report.content import Plot, ReportTable, Section, Text
 from ascendchat.version import __version__
 
 STYLE = """
@@ -40,7 +40,7 @@ h3 { font-size: 13px; color: #55626f; margin: 12px 0 0; font-weight: 600 }
 summary { cursor: pointer; font-size: 13px; padding: 4px 0 }
 @media print { details { display: none } h2 { break-after: avoid } figure, table { break-inside: avoid } }
 """
-# While a run trains: ask for the content every few seconds, and put it in where it has changed.
+# Script of the live report: asks for the content every few seconds, and replaces it when it has changed.
 FOLLOW = """
 let seen = document.querySelector("main").dataset.mark;
 setInterval(async () => {
@@ -57,20 +57,20 @@ setInterval(async () => {
 """
 
 
-def mark(body: str) -> str:
-    """By which two contents are told apart."""
+def content_hash(body: str) -> str:
+    """Hash by which the page sees that the content has changed."""
     return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
 def page(title: str, sections: Sequence[Section], *, follows: bool = False) -> str:
-    """The whole file; `follows`: it asks its server for news."""
+    """Write the whole file; `follows`: it asks its server for news."""
     inner, lang = body(sections), "zh" if language() == "zh" else "en"
     return (
         f'<!doctype html>\n<html lang="{lang}">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
         f'<link rel="icon" href="data:,">\n<style>{STYLE}</style>\n</head>\n<body>\n'
         f"<header><h1>{escape(title)}</h1><p>{escape(translate('a report of ascendchat'))} {__version__}</p></header>\n"
-        f'<main data-mark="{mark(inner)}">{inner}</main>\n'
+        f'<main data-mark="{content_hash(inner)}">{inner}</main>\n'
         + (f"<script>{FOLLOW}</script>\n" if follows else "")
         + "</body>\n</html>\n"
     )
@@ -87,8 +87,8 @@ def body(sections: Sequence[Section]) -> str:
     return "\n".join(parts)
 
 
-def shown(part: Table | Plot | Text) -> str:
-    if isinstance(part, Table):
+def shown(part: ReportTable | Plot | Text) -> str:
+    if isinstance(part, ReportTable):
         return table(part)
     if isinstance(part, Plot):
         data = base64.b64encode(part.svg.encode()).decode()
@@ -98,17 +98,17 @@ def shown(part: Table | Plot | Text) -> str:
     return f"<h3>{escape(part.label)}</h3><pre>{escape(part.text)}</pre>"
 
 
-def table(made: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in made.head)
+def table(part: ReportTable) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in part.head)
     rows = []
-    for row in made.rows:
+    for row in part.rows:
         first, *rest = row
         cells = "".join(f'<td class="text">{escape(c)}</td>' if len(c) > 24 else f"<td>{escape(c)}</td>" for c in rest)
         rows.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
-    caption = f"<caption>{escape(made.caption)}</caption>" if made.caption else ""
+    caption = f"<caption>{escape(part.caption)}</caption>" if part.caption else ""
     inner = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return (
-        f'<div class="wide" tabindex="0" role="group" aria-label="{escape(made.caption or made.head[0])}">{inner}</div>'
+        f'<div class="wide" tabindex="0" role="group" aria-label="{escape(part.caption or part.head[0])}">{inner}</div>'
     )
 
 
@@ -126,11 +126,11 @@ def write_markdown(path: Path, title: str, sections: Sequence[Section]) -> None:
             if isinstance(part, Plot):
                 folder.mkdir(exist_ok=True)
                 write_atomic(folder / f"{part.name}.svg", part.svg)
-            lines += [*written(part, folder.name), ""]
+            lines += [*markdown_lines(part, folder.name), ""]
     write_atomic(path, "\n".join(lines))
 
 
-def written(part: Table | Plot | Text, folder: str) -> list[str]:
+def markdown_lines(part: ReportTable | Plot | Text, folder: str) -> list[str]:
     if isinstance(part, Plot):
         return [f"![{part.alt}]({folder}/{part.name}.svg)"]
     if isinstance(part, Text):

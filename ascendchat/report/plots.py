@@ -1,6 +1,6 @@
 """Curves as SVG: the only importer of matplotlib.
 
-    text = draw([Panel("loss", [Curve("base", steps, values)])])
+    text = draw([Panel("loss", [PlotCurve("base", steps, values)])])
 
 Text stays text, so that the reader's fonts show it, Chinese included.
 """
@@ -28,13 +28,13 @@ COLOURS = (
     "#444444",
 )  # readable on white, also without red or green
 MAX_POINTS = 600  # of a curve: more make a file large and nothing clearer
-SMOOTH = 0.02  # of a curve's points are averaged with each
+SMOOTHING_SHARE = 0.02  # reach of the moving average on either side, as a share of a curve's points
 COLUMNS, WIDTH, HEIGHT = 3, 3.9, 2.5  # panels beside each other; inches of one
 
 
 @dataclass(frozen=True)
-class Curve:
-    """One line; `low` and `high` are the borders of a band around it."""
+class PlotCurve:
+    """One line of a panel; `low` and `high` are the borders of a band around it."""
 
     label: str
     steps: Sequence[float]
@@ -42,7 +42,7 @@ class Curve:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     dots: bool = False  # few points, such as validations
-    exact: bool = False  # no noise to be smoothed
+    exact: bool = False  # no noise to smooth
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Panel:
     """One plot."""
 
     title: str
-    curves: list[Curve] = field(default_factory=list)
+    curves: list[PlotCurve] = field(default_factory=list)
     from_zero: bool = False
 
 
-def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Means of neighbours, so that at most MAX_POINTS are left."""
+def downsampled(steps: Sequence[float], values: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Average neighbouring points, so that at most MAX_POINTS are left."""
     x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
     width = -(-len(x) // MAX_POINTS)
     if width <= 1:
@@ -65,18 +65,18 @@ def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[NDArray[np
     return np.add.reduceat(x, parts) / counts, np.add.reduceat(y, parts) / counts
 
 
-def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mean of each with those around it; fewer at the ends."""
-    reach = max(1, round(len(values) * SMOOTH))
+def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean of each value with those around it; fewer at the ends."""
+    reach = max(1, round(len(values) * SMOOTHING_SHARE))
     sums = np.concatenate(([0.0], np.cumsum(values)))
     place = np.arange(len(values))
     first, last = np.maximum(place - reach, 0), np.minimum(place + reach + 1, len(values))
-    found: NDArray[np.float64] = (sums[last] - sums[first]) / (last - first)
-    return found
+    means: NDArray[np.float64] = (sums[last] - sums[first]) / (last - first)
+    return means
 
 
 def draw(panels: Sequence[Panel]) -> str:
-    """All panels as one SVG."""
+    """Draw all panels as one SVG."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -106,19 +106,19 @@ def draw(panels: Sequence[Panel]) -> str:
 
 
 def fill(ax: Any, panel: Panel) -> None:
-    """The curves of a panel."""
+    """Draw the curves of a panel."""
     for number, curve in enumerate(panel.curves):
         colour = COLOURS[number % len(COLOURS)]
-        x, y = thinned(curve.steps, curve.values)
+        x, y = downsampled(curve.steps, curve.values)
         if curve.low:
-            low, high = (thinned(curve.steps, border)[1] for border in (curve.low, curve.high))
+            low, high = (downsampled(curve.steps, border)[1] for border in (curve.low, curve.high))
             ax.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
         if curve.dots or len(x) < 20:
             ax.plot(x, y, "o-", color=colour, label=curve.label, lw=1.2, ms=3)
         else:
             if not curve.exact:
                 ax.plot(x, y, color=colour, alpha=0.25, lw=0.8)
-            ax.plot(x, y if curve.exact else smoothed(y), color=colour, label=curve.label, lw=1.4)
+            ax.plot(x, y if curve.exact else moving_average(y), color=colour, label=curve.label, lw=1.4)
     ax.set_title(panel.title, fontsize=9)
     ax.grid(alpha=0.25, lw=0.5)
     ax.set_xlim(left=0)  # so that two validations stand where they were made, below the loss

@@ -1,9 +1,11 @@
-"""What RL has generated and not trained yet, as tensors of a checkpoint: groups, answers under way, rows of a batch.
+"""Rollouts that are not trained yet, as tensors of a checkpoint: finished groups, packed rows of a batch.
 
-    tensors = to_tensors(slots, parts)                   # of this rank; Writer.save puts them into a file
-    slots, parts = from_tensors(saved.extras(), ask)     # of all ranks, of however many there were
+    tensors = to_tensors(slots, shares)                  # of this rank; Writer.save puts them into a file
+    slots, shares = from_tensors(saved.extras(), ask)    # of all ranks, of however many there were
 
-Everything is there to the last digit, so that a run that goes on trains on what it would have trained on.
+Everything is there to the last digit, so that a resumed run trains on what it would have trained on. Of a slot whose
+answers were still generated only its place is kept: they are generated again, with the same seeds. Older checkpoints
+hold such answers half written; they are dropped.
 """
 
 from __future__ import annotations
@@ -18,69 +20,65 @@ import torch
 from torch import Tensor
 
 from ascendchat.engine.request import Completion
-from ascendchat.rl.rollout import Group, Question, TokenRows
-from ascendchat.rl.schedule import Slot
+from ascendchat.rl.rollout import AnswerGroup, TaskQuestion, TokenRows
+from ascendchat.rl.schedule import PromptSlot
 
-COLUMNS = {
-    "ids": np.int64,
-    "logprobs": np.float64,
-    "forced": np.uint8,
-    "versions": np.int64,
-}  # of the tokens of answers
-OF_SLOT = "number", "round", "wave", "first", "rejected"
+COLUMNS = {"ids": np.int64, "logprobs": np.float64, "forced": np.uint8, "versions": np.int64}  # one value per token
 OF_GROUP = "rewards", "judged", "right", "terms", "rejected"
 
 
 @dataclass(frozen=True)
-class Part:
-    """The share of a batch that one update is made of, on this rank."""
+class UpdateShare:
+    """The rows of one update, on this rank."""
 
     rows: TokenRows
     tokens: int  # that are learnt
     answers: int
 
 
-def to_tensors(slots: Sequence[Slot], parts: Mapping[int, Part]) -> dict[str, Tensor]:
-    """Empty where there is nothing to keep. `parts`: of the batch that is trained, by number."""
-    if not slots and not parts:
+def to_tensors(slots: Sequence[PromptSlot], shares: Mapping[int, UpdateShare]) -> dict[str, Tensor]:
+    """Tensors for a checkpoint; none where nothing is left. `shares`: by update of the batch that is trained."""
+    if not slots and not shares:
         return {}
-    about: dict[str, Any] = {"slots": [], "parts": []}
-    answers: list[Completion] = []
-    for slot in slots:
-        entry: dict[str, Any] = {name: getattr(slot, name) for name in OF_SLOT}
-        if slot.group is not None:
-            question = slot.group.question
-            known = {name: getattr(slot.group, name) for name in OF_GROUP}
-            entry["group"] = {"question": question.number, "prompt": question.prompt, **known}
-        own = slot.group.answers if slot.group is not None else slot.answers
-        entry["answers"] = [
-            {"tokens": len(one.ids), "text": one.text, "finish_reason": one.finish_reason, "version": one.version}
-            for one in own
-        ]
-        answers += own
-        about["slots"].append(entry)
+    about: dict[str, Any] = {"slots": list(map(_described, slots)), "parts": []}
+    answers = [answer for slot in slots if slot.group for answer in slot.group.answers]
     tensors = {
-        name: torch.from_numpy(np.concatenate([np.empty(0, kind), *(column(one, name, kind) for one in answers)]))
+        name: torch.from_numpy(np.concatenate([np.empty(0, kind), *(_column(one, name, kind) for one in answers)]))
         for name, kind in COLUMNS.items()
     }
-    for number, part in parts.items():
-        about["parts"].append({"number": number, "tokens": part.tokens, "answers": part.answers})
+    for number, share in shares.items():
+        about["parts"].append({"number": number, "tokens": share.tokens, "answers": share.answers})
         for field in fields(TokenRows):
-            tensors[f"part{number}.{field.name}"] = torch.from_numpy(getattr(part.rows, field.name))
+            tensors[f"part{number}.{field.name}"] = torch.from_numpy(getattr(share.rows, field.name))
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     return {"about": torch.from_numpy(text.copy()), **tensors}
 
 
-def column(answer: Completion, name: str, kind: Any) -> np.ndarray:
-    """One value per token."""
+def _described(slot: PromptSlot) -> dict[str, Any]:
+    """All of a slot but the tokens of its answers."""
+    place = {"number": slot.number, "round": slot.attempt, "first": slot.first, "rejected": slot.rejected}
+    if slot.group is None:
+        return {**place, "answers": []}
+    question, group = slot.group.question, {name: getattr(slot.group, name) for name in OF_GROUP}
+    return {
+        **place,
+        "group": {"question": question.number, "prompt": question.prompt, **group},
+        "answers": [
+            {"tokens": len(one.ids), "text": one.text, "finish_reason": one.finish_reason, "version": one.version}
+            for one in slot.group.answers
+        ],
+    }
+
+
+def _column(answer: Completion, name: str, kind: Any) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in getattr(answer, name)], kind)
 
 
 def from_tensors(
-    files: Iterable[Mapping[str, Tensor]], ask: Callable[[int], Question]
-) -> tuple[list[Slot], list[dict[int, Part]]]:
-    """The slots of all ranks; the parts of each rank."""
-    slots, parts = [], []
+    files: Iterable[Mapping[str, Tensor]], ask: Callable[[int], TaskQuestion]
+) -> tuple[list[PromptSlot], list[dict[int, UpdateShare]]]:
+    """The slots of all ranks, and the shares of each rank. `ask`: QuestionMixture.ask."""
+    slots, shares = [], []
     for tensors in files:
         about = json.loads(bytes(tensors["about"].numpy()))
         at = 0
@@ -89,27 +87,23 @@ def from_tensors(
             answers = []
             for one in entry["answers"]:
                 end = at + one["tokens"]
-                answers.append(completion({name: values[at:end] for name, values in columns.items()}, one))
+                answers.append(_completion({name: values[at:end] for name, values in columns.items()}, one))
                 at = end
             first = entry["first"] and tuple(entry["first"])
-            slot = Slot(**{**{name: entry[name] for name in OF_SLOT}, "first": first})
-            if "group" in entry:
-                known = entry["group"]
-                question = replace(ask(known["question"]), prompt=known["prompt"])
-                slot.group = Group(question, answers, **{name: known[name] for name in OF_GROUP}, first=first)
-            else:
-                slot.answers = answers
+            slot = PromptSlot(entry["number"], entry["round"], first=first, rejected=entry["rejected"])
+            if group := entry.get("group"):
+                question = replace(ask(group["question"]), prompt=group["prompt"])
+                slot.group = AnswerGroup(question, answers, **{name: group[name] for name in OF_GROUP}, first=first)
             slots.append(slot)
-        found = {}
+        share = {}
         for part in about["parts"]:
             arrays = {one.name: tensors[f"part{part['number']}.{one.name}"].numpy() for one in fields(TokenRows)}
-            found[part["number"]] = Part(TokenRows(**arrays), part["tokens"], part["answers"])
-        parts.append(found)
-    return slots, parts
+            share[part["number"]] = UpdateShare(TokenRows(**arrays), part["tokens"], part["answers"])
+        shares.append(share)
+    return slots, shares
 
 
-def completion(columns: dict[str, list[Any]], about: dict[str, Any]) -> Completion:
-    """An answer of its columns."""
+def _completion(columns: dict[str, list[Any]], about: dict[str, Any]) -> Completion:
     forced = [bool(value) for value in columns["forced"]]
     logprobs = [None if missing else value for value, missing in zip(columns["logprobs"], forced)]
     return Completion(
@@ -123,19 +117,18 @@ def completion(columns: dict[str, list[Any]], about: dict[str, Any]) -> Completi
     )
 
 
-def dealt(parts: Sequence[dict[int, Part]], rank: int, ranks: int) -> dict[int, Part]:
-    """The parts of one rank, when another number of ranks has saved them: whole shares, dealt round."""
-    mine: dict[int, Part] = {}
-    for share in parts[rank::ranks]:
-        for number, part in share.items():
-            before = mine.get(number)
-            mine[number] = part if before is None else _together(before, part)
+def dealt(shares: Sequence[dict[int, UpdateShare]], rank: int, ranks: int) -> dict[int, UpdateShare]:
+    """The shares of one rank, when another number of ranks has saved them: whole ones, dealt round."""
+    mine: dict[int, UpdateShare] = {}
+    for one in shares[rank::ranks]:
+        for number, share in one.items():
+            mine[number] = _joined(mine[number], share) if number in mine else share
     return mine
 
 
-def _together(a: Part, b: Part) -> Part:
+def _joined(a: UpdateShare, b: UpdateShare) -> UpdateShare:
     columns = {
         field.name: np.concatenate((getattr(a.rows, field.name), getattr(b.rows, field.name)))
         for field in fields(TokenRows)
     }
-    return Part(TokenRows(**columns), a.tokens + b.tokens, a.answers + b.answers)
+    return UpdateShare(TokenRows(**columns), a.tokens + b.tokens, a.answers + b.answers)

@@ -33,14 +33,14 @@ from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.logprobs import Drawn, Float32Readout, Readout, head_logprobs
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
-from ascendchat.remote.rollouts import Sizes, check_addresses, open_rollouts
+from ascendchat.remote.rollouts import ServerSizes, check_addresses, open_rollouts
 from ascendchat.rl.grpo import PRESETS, length_penalty
-from ascendchat.rl.invariant import InvariantLearner, batch_invariant
+from ascendchat.rl.invariant import InvariantTrainModel, batch_invariant
 from ascendchat.rl.questions import QuestionFile, load_questions
 from ascendchat.rl.rewards import Judge
-from ascendchat.rl.rollout import Questions, Rollout
-from ascendchat.rl.schedule import Rhythm
-from ascendchat.rl.source import Beside, InTurn, chunk_of
+from ascendchat.rl.rollout import QuestionMixture, Rollout
+from ascendchat.rl.schedule import RolloutSchedule
+from ascendchat.rl.source import AsyncRolloutSource, SyncRolloutSource
 from ascendchat.rl.stage import PolicyLoss, RlStage, method_of
 from ascendchat.rl.workflow import Workflows
 from ascendchat.runs.run import run_folder
@@ -48,14 +48,14 @@ from ascendchat.sizes.batch import Split
 from ascendchat.sizes.memory import caches, policy_logits
 from ascendchat.sizes.shape import Shape
 from ascendchat.tasks.base import Task
-from ascendchat.train.model import Learner
+from ascendchat.train.model import TrainModel
 from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.start import Beginning, begin_with_ours, begin_with_theirs, only_weights
 
-MAX_SLOTS = 256
-BUSY_TOKENS = 1 << 15  # of a micro-batch: more make no device faster
-LOOKED_AT = 256  # questions, for their length
+MAX_SLOTS = 256  # of the engine
+BUSY_TOKENS = 1 << 15  # in a micro-batch: more make no device faster
+MAX_MEASURED = 256  # questions whose length is looked at
 # Two-step problems, and what is nearest to them: with them alone, answers to one-step problems fell from 99 to 41 %.
 NEAREST = tuple(f"toy_{topic}_{language}=0.1" for topic in ("problem", "arithmetic") for language in LANGUAGES)
 TOY_QUESTIONS = ("toy_problems=0.6", *NEAREST)
@@ -63,7 +63,7 @@ NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size", "datase
 
 
 def default_questions(learnt_from: Sequence[str]) -> tuple[str, ...]:
-    """Where no --data is given."""
+    """The questions where no --data is given: `learnt_from` names the data of SFT."""
     toy = {Path(parse_entry(entry).name).name for entry in learnt_from} == {"toyworld"}
     return TOY_QUESTIONS if toy else ("gsm8k",)
 
@@ -87,7 +87,7 @@ def run(config: RlConfig) -> int:
         room = prompt_room(shape.seq_len, config.max_new_tokens)
         if config.max_new_tokens >= shape.seq_len:  # an answer ends with its row, and lengths are measured by that
             config = replace(config, max_new_tokens=shape.seq_len - 1)
-        questions = Questions(data, tokenizer, config.seed, room, config.source)
+        questions = QuestionMixture(data, tokenizer, config.seed, room, config.source)
         check_answers(questions, config, here)
         learner = batch_invariant(learner) if config.batch_invariant else learner
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
@@ -116,7 +116,7 @@ def run(config: RlConfig) -> int:
 def generator_of(
     config: RlConfig, engine: Callable[[], Engine], slots: int, begin: Beginning[RlConfig], folder: Path, here: Context
 ) -> Iterator[Generator]:
-    """What answers the questions: an engine around the weights that are trained, or servers."""
+    """The generator of rollouts: an engine around the weights that are trained, or servers."""
     shape, origin = begin.learner.model.shape, begin.origin
     named = config.rollouts != ("local",)
     if not named and not config.rollout_devices and not config.inference_engine:
@@ -134,21 +134,21 @@ def generator_of(
             f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there['seq_len']}, and what its "
             "short windows see would differ; leave it out, or generate in this process (--rollouts local)"
         )
-    sizes, place = Sizes(slots * here.world.size, shape.seq_len), folder / "rollouts"
+    sizes, place = ServerSizes(slots * here.world.size, shape.seq_len), folder / "rollouts"
     more: dict[str, Any] = {"folder": place, "sizes": sizes, "scorer": scorer_of(begin.learner)}
-    with open_rollouts(config, begin.tokenizer, origin.folder, here.say, here=here, **more) as fleet:
-        yield fleet
+    with open_rollouts(config, begin.tokenizer, origin.folder, here.say, here=here, **more) as pool:
+        yield pool
 
 
-def source_of(config: RlConfig, rollout: Rollout, steps: int) -> InTurn:
-    """Groups in the rhythm that was asked for."""
+def source_of(config: RlConfig, rollout: Rollout, steps: int) -> SyncRolloutSource:
+    """The source of groups for --rhythm."""
     if config.rhythm != "sync" and not rollout.generator.elsewhere:
         raise UserError(
             f"--rhythm {config.rhythm} generates while it trains: give the address of a server (--rollouts), or let "
             "one be started on devices of its own (--rollout-devices)"
         )
     world = collectives.world()
-    rhythm = Rhythm(
+    schedule = RolloutSchedule(
         per_batch=config.prompts_per_step,
         staleness=config.staleness if config.rhythm == "async" else 0,
         refill=config.refill if PRESETS[config.preset].drop_equal else 0,
@@ -156,12 +156,13 @@ def source_of(config: RlConfig, rollout: Rollout, steps: int) -> InTurn:
         rank=world.rank,
         ranks=world.size,
     )
-    chunk = chunk_of(config.max_new_tokens)
-    return InTurn(rollout, rhythm, chunk) if config.rhythm == "sync" else Beside(rollout, rhythm, chunk)
+    return (SyncRolloutSource if config.rhythm == "sync" else AsyncRolloutSource)(rollout, schedule)
 
 
-def rollout_of(config: RlConfig, questions: Questions, generator: Generator, here: Context, context: int) -> Rollout:
-    """How answers are asked for and judged. `context`: tokens of a row."""
+def rollout_of(
+    config: RlConfig, questions: QuestionMixture, generator: Generator, here: Context, context: int
+) -> Rollout:
+    """Build the rollout: sampling, judge, workflow. `context`: tokens of a row."""
     most, share = config.max_new_tokens, PRESETS[config.preset].soft_length
 
     def shaped(reward: float, answer: Completion) -> float:
@@ -188,8 +189,8 @@ def rollout_of(config: RlConfig, questions: Questions, generator: Generator, her
     return rollout
 
 
-def check_answers(questions: Questions, config: RlConfig, here: Context) -> None:
-    """Say what was left out of the questions, or is too long; they need answers, or something else that judges."""
+def check_answers(questions: QuestionMixture, config: RlConfig, here: Context) -> None:
+    """Refuse questions without answers or a reward; say which rows were left out or are too long."""
     for task in questions.tasks:
         for notice in task.notices:
             here.say(notice)
@@ -198,7 +199,7 @@ def check_answers(questions: Questions, config: RlConfig, here: Context) -> None
                 f"the questions of {task.name} have no answers that can be compared; give them a column answer (text, "
                 "a number, or a list of these: each is right) or test, or name --reward"
             )
-    seen = min(LOOKED_AT, questions.per_epoch)
+    seen = min(MAX_MEASURED, questions.per_epoch)
     if cut := questions.cut(seen):
         here.say(
             f"{cut} of the first {seen} questions have more than the {questions.room} tokens that --max-new-tokens "
@@ -207,13 +208,13 @@ def check_answers(questions: Questions, config: RlConfig, here: Context) -> None
 
 
 def examinations(data: Sequence[str], source: str) -> list[Task]:
-    """The questions to be examined with, of those that have answers."""
+    """The evaluation tasks: those questions that have answers."""
     found = [examination(parse_entry(entry).name, source) for entry in data]
     return [task for task in found if not isinstance(task, QuestionFile) or task.checkable]
 
 
 def examination(name: str, source: str) -> Task:
-    """The questions to be examined with: those kept for validation, else those of the test."""
+    """One evaluation task: its validation questions, else those of the test."""
     try:
         return load_questions(name, "val", source)
     except UserError:  # it has no such split
@@ -221,13 +222,13 @@ def examination(name: str, source: str) -> Task:
 
 
 def batch_rows(answers: int) -> int:
-    """Rows that the answers of a step may fill, as a power of two: the size of the learning rates follows from it."""
+    """Rows that the answers of a step may fill, as a power of two; learning rates are scaled by it."""
     return 1 << max(0, (answers // 4).bit_length())
 
 
 def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: int, slots: int) -> Split:
-    """Micro-batches beside the engine's caches. The last one of a step is filled up with padding, and nobody knows how
-    many rows the answers will fill: so they are no larger than keeps a device busy."""
+    """Size of micro-batches that fit beside the engine's caches. The last one of a step is filled up with padding, so
+    they are no larger than it takes to keep a device busy."""
     own, chip = isinstance(shape, Shape), here.device.chip
     counted = shape if isinstance(shape, Shape) else shape.counted
     beside = sum(caches(counted, chip, slots, shape.seq_len).values()) + (policy_logits(chip) if own else 0)
@@ -238,14 +239,14 @@ def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: i
     return split
 
 
-def readout_of(learner: Learner) -> Readout:
-    """How generator and trainer make logits: in float32, whatever the model's dtype."""
-    kind = InvariantReadout if isinstance(learner, InvariantLearner) else Float32Readout
+def readout_of(learner: TrainModel) -> Readout:
+    """The head of generator and trainer: logits in float32, whatever the model's dtype."""
+    kind = InvariantReadout if isinstance(learner, InvariantTrainModel) else Float32Readout
     return kind(learner.model.head.dtype, learner.place)
 
 
-def scorer_of(learner: Learner) -> Callable[[list[int]], list[float]]:
-    """Log-probabilities of all tokens but the first, by the weights as they are."""
+def scorer_of(learner: TrainModel) -> Callable[[list[int]], list[float]]:
+    """A function that gives log-probabilities of all tokens but the first, by the weights now."""
     model = learner.model
     drawn = Drawn(model.shape.vocab, softcap=model.softcap, readout=readout_of(learner))
 
@@ -261,8 +262,8 @@ def scorer_of(learner: Learner) -> Callable[[list[int]], list[float]]:
     return score
 
 
-def reference_of(config: RlConfig, learner: Learner, origin: Checkpoint) -> Learner | None:
-    """The model as the run found it, if a KL to it is asked for."""
+def reference_of(config: RlConfig, learner: TrainModel, origin: Checkpoint) -> TrainModel | None:
+    """A frozen copy of the initial model, if --kl asks for one."""
     if not config.kl:
         return None
     model = deepcopy(learner.model).requires_grad_(False)
@@ -271,9 +272,9 @@ def reference_of(config: RlConfig, learner: Learner, origin: Checkpoint) -> Lear
     return type(learner)(model, learner.kernel, learner.device, learner.place, by_document=learner.by_document)
 
 
-def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int, readout: Readout) -> Engine:
+def engine_of(learner: TrainModel, tokenizer: Tokenizer, slots: int, readout: Readout) -> Engine:
     """The engine around the very weights that are trained."""
-    exact, context = isinstance(learner, InvariantLearner), learner.model.shape.seq_len
+    exact, context = isinstance(learner, InvariantTrainModel), learner.model.shape.seq_len
     return Engine(
         learner.model,
         learner.reader,

@@ -1,4 +1,4 @@
-"""What a workflow is given and gives back: conversations of several turns for `ascendchat rl --workflow module:name`.
+"""Conversations of several turns, as a workflow sees them: `ascendchat rl --workflow module:name`.
 
     class Twice:                                               # or a plain `async def`
         async def arun(self, generator, row):
@@ -48,7 +48,7 @@ class Trajectory:
 
 
 class _AsyncGenerator:
-    """The model, as one episode sees it. Requests of all episodes are answered together."""
+    """The generator of one episode. Requests of all episodes are answered in one batch."""
 
     def __init__(self, link: Link, tokenizer: Tokenizer, context: int, room: int) -> None:
         self.tokenizer, self.context, self.room = tokenizer, context, room
@@ -65,7 +65,7 @@ class _AsyncGenerator:
         return answer
 
     async def reward(self, reply: str | Completion, ids: Sequence[int] = ()) -> float | None:
-        """What --reward, or the task, gives for this reply; None if it could not be found out."""
+        """The reward of a reply, by --reward or the task; None if it could not be judged."""
         if isinstance(reply, Completion):
             question = reply.text, reply.ids, reply.finish_reason
         else:
@@ -80,7 +80,7 @@ class _AsyncGenerator:
 
 @dataclass
 class _Talk:
-    """A conversation on its way, as tokens: what the model wrote stays as it was written."""
+    """A conversation under way, as tokens: text of the model is never tokenized again."""
 
     generator: _AsyncGenerator
     prompt: list[int]
@@ -99,14 +99,14 @@ class _Talk:
 
     @property
     def text(self) -> str:
-        """What a reader sees of the assistant's last turn."""
+        """The text of the assistant's last turn, without special tokens."""
         stream = TextStream(self.generator.tokenizer)
         stream.feed_all(self.after.ids[self.turn :])
         stream.close()
         return stream.text
 
     async def reply(self, **sampling: Any) -> Completion:
-        """The model writes on."""
+        """Generate the next turn of the model."""
         answer = await self.generator.agenerate(self.ids, **sampling)
         whole = self.after
         whole.versions += [answer.version] * (len(whole.ids) - len(whole.versions))  # of what was forced before
@@ -119,7 +119,7 @@ class _Talk:
         return answer
 
     def say(self, text: str, role: str = "user") -> None:
-        """Somebody else says something, and the assistant must speak again."""
+        """Add a turn of somebody else; the next `reply` answers it."""
         self.force(self.turn_of(text, role))
         self.turn = len(self.after.ids)
         self.lines.append(f"[{role}] {text}")
@@ -135,19 +135,19 @@ class _Talk:
         return turn if self.ids[-1] == end else [end, *turn]
 
     def result(self, text: str) -> None:
-        """The result of the tool that the model has just called."""
+        """Add the result of the tool that the model has just called."""
         encoded = self.generator.tokenizer.encode(text)
         self.force([self._special("output_start"), *encoded, self._special("output_end")])
         self.lines.append(f"[result] {text}")
 
     def force(self, ids: Sequence[int]) -> None:
-        """Put tokens there that the model reads and does not learn."""
+        """Add tokens that the model reads and does not learn."""
         self.after.ids += ids
         self.after.forced += [True] * len(ids)
         self.after.logprobs += [None] * len(ids)
 
     def trajectory(self, reward: float | None) -> Trajectory:
-        """The whole of it. What was forced behind the model's last token teaches nothing, and is left out."""
+        """The finished trajectory. Forced tokens behind the model's last one teach nothing, and are left out."""
         whole, given = self.after, len(self.prompt)
         size = max((i + 1 for i, forced in enumerate(whole.forced) if not forced), default=0)
         first = whole.versions[0] if whole.versions else 0
@@ -188,7 +188,7 @@ class _Calculator:
 
 
 class _TryAgain:
-    """A wrong answer is told so, once; a second one that is right gets half of the reward."""
+    """Tells the model once that its answer is wrong; a second one that is right gets half of the reward."""
 
     async def arun(self, generator: _AsyncGenerator, row: Mapping[str, Any]) -> Trajectory:
         talk = generator.talk(row["messages"])
@@ -218,7 +218,7 @@ def workflow_of(name: str) -> Callable[..., Any]:
 async def run_episode(
     tokenizer: Tokenizer, context: int, room: int, link: Link, name: str, row: Mapping[str, Any] | None = None
 ) -> Trajectory | None:
-    """In a process of the pool: one episode; without a row, only whether there is such a workflow."""
+    """Run one episode, in a process of the pool; without a row only import the workflow."""
     workflow = workflow_of(name)
     if row is None:
         return None
@@ -227,7 +227,7 @@ async def run_episode(
 
 
 def as_trajectory(value: Any) -> Trajectory | None:
-    """What a workflow has returned, AReaL's dicts too, of lists or of tensors (T) or (1, T)."""
+    """Turn the result of a workflow into a trajectory; AReaL's dicts may hold lists or tensors (T) or (1, T)."""
     if value is None or isinstance(value, Trajectory):
         return value
     if not isinstance(value, Mapping):

@@ -2,17 +2,17 @@
 
     method = PRESETS["dapo"]
     advantage = advantages(rewards, method.scale)                         # (groups, samples)
-    objective = method.objective()                                        # for nn.objective.head_objective
+    objective = method.objective()                                        # for nn.logprobs.head_objective
     objective(logprob, advantage, anchor, proximal, behaviour, weight)    # per token, to be minimised
 
 Three policies meet in a token: the one that is trained (`logprob`, which has the gradient), the one that it must not
 leave at once (`proximal`: the weights at the beginning of this batch), and the one that wrote the token (`behaviour`:
 what the generator reported). A proximal that is not a number stands for the trained policy itself: with one update per
 batch both have the same weights. The ratio to the proximal is clipped; the ratio of proximal to behaviour, which is 1
-but for rounding and staleness, corrects for the difference or masks tokens where it is too large.
+but for rounding and staleness, is an importance weight (truncated: TIS) or masks tokens where it is too large (IcePop).
 
-`anchor` is what the clipped ratio is measured from: the proximal, or for GSPO, whose ratio is that of the whole answer,
-`sequence_anchor`. A fourth policy, `reference`, is the one that training began with: see `kl`.
+`anchor` is the log-probability that the clipped ratio is measured from: the proximal, or for GSPO, whose ratio is that
+of the whole answer, `sequence_anchor`. A fourth policy, `reference`, is the one that training began with: see `kl`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ Mean = Literal["token", "sequence", "constant"]
 Correction = Literal["none", "mask", "truncate"]
 
 SMALLEST_STD = 1e-6
-ROUNDING = 1e-4  # nats: a smaller gap says which rows were in the generator's batch, which a resumed run must not see
+ROUNDING = (
+    1e-4  # nats: a smaller gap is rounding, which depends on the generator's batch; a resumed run must not see it
+)
 MASK = 0.5, 5.0  # ratios of proximal to behaviour outside of these are masked (IcePop)
 TRUNCATE = 2.0  # or count at most this much (truncated importance sampling)
 
 
 def advantages(rewards: Tensor, scale: Scale = "none") -> Tensor:
-    """Rewards (groups, samples) less the mean of their group; "group" also divides by its standard deviation."""
+    """Group-relative advantages: rewards (groups, samples) less the mean of their group; "group" also divides by its
+    standard deviation."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     if scale == "none":
         return centred
@@ -43,20 +46,20 @@ def advantages(rewards: Tensor, scale: Scale = "none") -> Tensor:
 
 
 def token_weight(tokens: int, mean: Mean, most: int, longest: int) -> float:
-    """The weight of each token of an answer of `tokens` in the loss of a step, as if all `most` answers were learnt
-    from and were `longest` tokens long: with `mean_correction` they make the mean over tokens, over answers of their
-    means, or over answers of their sums by a constant length. How much there is, is known when the last is there."""
+    """Loss weight of each token of an answer of `tokens`, as if all `most` answers of the step were learnt from and
+    were `longest` tokens long. Their true number is known only after the last micro-batch; then `mean_correction`
+    makes it the mean over tokens, over answers of their means, or over answers of their sums by a constant length."""
     return 1.0 / (most * max(1, tokens if mean == "sequence" else longest))
 
 
 def mean_correction(mean: Mean, tokens: float, answers: float, most: int, longest: int) -> float:
-    """What those weights are too small by where `answers` with `tokens` tokens are learnt from."""
+    """The factor that `token_weight` left out, when `answers` with `tokens` tokens are learnt from in fact."""
     return most * longest / max(1.0, tokens) if mean == "token" else most / max(1.0, answers)
 
 
 def correction(gap: Tensor, how: Correction) -> Tensor:
-    """The weight of a token whose proximal and behaviour log-probabilities differ by `gap`: the ratio where it lies
-    within MASK and 0 elsewhere ("mask"), the ratio but at most TRUNCATE ("truncate"), or 1."""
+    """Importance weight of a token whose proximal and behaviour log-probabilities differ by `gap`: the ratio where it
+    is within MASK and else 0 ("mask"), the ratio but at most TRUNCATE ("truncate"), or 1."""
     if how == "none":
         return torch.ones_like(gap)
     ratio = torch.where(gap.abs() < ROUNDING, 0.0, gap).exp()
@@ -66,13 +69,13 @@ def correction(gap: Tensor, how: Correction) -> Tensor:
 
 
 def k3(gap: Tensor) -> Tensor:
-    """An estimate of KL(p, q) from a token of p, `gap` = log q - log p: never negative, right in the mean."""
+    """The k3 estimate of KL(p, q) from a token of p, `gap` = log q - log p: never negative and unbiased."""
     return gap.exp() - 1.0 - gap
 
 
 def sequence_anchor(logprob: Tensor, proximal: Tensor, owner: Tensor, scored: Tensor, answers: int) -> Tensor:
-    """For GSPO: what to measure the ratio of each token from, so that it is the geometric mean of the ratios of all
-    tokens of its answer and has the gradient of its own log-probability (GSPO-token's stopped gradient).
+    """For GSPO: the anchor that makes the ratio of each token the geometric mean of the ratios of all tokens of its
+    answer, with the gradient of its own log-probability (GSPO-token's stopped gradient).
 
     logprob, proximal (N,) without gradient; owner (N,) the number of the answer that a token belongs to, below
     `answers`; scored (N,) bool: tokens that the model chose. Where the proximal is not a number, nor is the anchor."""
@@ -84,22 +87,22 @@ def sequence_anchor(logprob: Tensor, proximal: Tensor, owner: Tensor, scored: Te
 
 @dataclass(frozen=True)
 class Method:
-    """How rewards become a loss."""
+    """The settings by which rewards become a loss; PRESETS has those of published methods."""
 
     scale: Scale = "none"
     mean: Mean = "token"
     form: Literal["clip", "stop", "plain"] = "clip"  # clipped ratio, stopped and clipped ratio (CISPO), no ratio
-    level: Literal["token", "sequence"] = "token"  # whose ratio
+    level: Literal["token", "sequence"] = "token"  # the ratio of a token, or of its answer
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 3.0  # bound on the loss where the advantage is negative; 0: none
     correction: Correction = "mask"
     kl: float = 0.0  # weight of the KL to the weights that training began with
-    drop_equal: bool = True  # groups whose answers all have the same reward are left out
-    soft_length: float = 0.0  # share of the most tokens over which a penalty grows up to -1
+    drop_equal: bool = True  # leave out groups whose answers all have the same reward
+    soft_length: float = 0.0  # share of max_new_tokens over which a penalty grows up to -1
 
     def objective(self) -> Callable[..., Tensor]:
-        """The function of nn.objective.head_objective; `reference` is there where `kl` is not 0."""
+        """The per-token loss for nn.logprobs.head_objective; it gets `reference` where `kl` is not 0."""
 
         def of_token(
             logprob: Tensor,
@@ -111,15 +114,15 @@ class Method:
             reference: Tensor | None = None,
         ) -> Tensor:
             anchor, proximal = (torch.where(known.isnan(), logprob.detach(), known) for known in (anchor, proximal))
-            loss = -self.gain(logprob, advantage, anchor) * correction(proximal - behaviour, self.correction)
+            loss = -self.surrogate(logprob, advantage, anchor) * correction(proximal - behaviour, self.correction)
             if reference is not None:
                 loss = loss + self.kl * k3(reference - logprob)
             return weight * loss
 
         return of_token
 
-    def gain(self, logprob: Tensor, advantage: Tensor, anchor: Tensor) -> Tensor:
-        """What is maximised, before the correction."""
+    def surrogate(self, logprob: Tensor, advantage: Tensor, anchor: Tensor) -> Tensor:
+        """The surrogate objective of a token, before the importance weight."""
         if self.form == "plain":
             return advantage * logprob
         ratio = (logprob - anchor).exp()
@@ -132,8 +135,8 @@ class Method:
         return gain
 
     def clipped(self, logprob: Tensor, advantage: Tensor, anchor: Tensor) -> Tensor:
-        """Bool: where the clipping acts. With a clipped ratio such a token has no gradient, with a stopped one (CISPO)
-        less."""
+        """Bool per token: where clipping acts. With a clipped ratio such a token has no gradient, with a stopped one
+        (CISPO) a smaller one."""
         ratio = (logprob - torch.where(anchor.isnan(), logprob, anchor)).exp()
         low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
         if self.form == "plain":
@@ -165,6 +168,6 @@ PRESETS: dict[str, Method] = {
 
 
 def length_penalty(tokens: int, most: int, share: float) -> float:
-    """0 up to (1 - share) of the most tokens, then down to -1 in a straight line."""
+    """Soft overlong penalty: 0 up to (1 - share) of `most` tokens, then linear down to -1."""
     begin = most * (1.0 - share)
     return 0.0 if not share or tokens <= begin else -min(1.0, (tokens - begin) / (most - begin))

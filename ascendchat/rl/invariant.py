@@ -1,4 +1,4 @@
-"""`ascendchat rl --batch-invariant`: a Learner whose log-probabilities have the very bits that the engine reported.
+"""`ascendchat rl --batch-invariant`: a TrainModel whose log-probabilities have the very bits that the engine reported.
 
 learner = batch_invariant(build(config, shape, here))       # in command.py; nn/invariant.py says how
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from ascendchat.errors import UserError
-from ascendchat.nn.documents import Documents
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantAttention, InvariantOps
-from ascendchat.train.model import Learner
+from ascendchat.nn.model import Documents
+from ascendchat.train.model import TrainModel
 
 
-class InvariantLearner(Learner):
+class InvariantTrainModel(TrainModel):
     """Rotations count from the beginning of each document, as those of an engine: from that of the row they would be
     other numbers, of which only the differences are the same."""
 
@@ -26,8 +26,8 @@ class InvariantLearner(Learner):
         return hidden
 
 
-def batch_invariant(learner: Learner) -> InvariantLearner:
-    """The same model with other operators."""
+def batch_invariant(learner: TrainModel) -> InvariantTrainModel:
+    """Give the model operators whose sums do not depend on the batch."""
     kernel, model, device = InvariantAttention(), learner.model, learner.device
     reason = kernel.refusal(device.type, device.dtype, model.shape.head_dim)
     if not isinstance(model, GPT):
@@ -40,4 +40,4 @@ def batch_invariant(learner: Learner) -> InvariantLearner:
         raise UserError("--batch-invariant needs --attend document: an answer is written without others before it")
     for part in (model, *model.blocks):
         part.ops = InvariantOps()  # type: ignore[assignment]
-    return InvariantLearner(model, kernel, device, learner.place, by_document=True)
+    return InvariantTrainModel(model, kernel, device, learner.place, by_document=True)

@@ -8,7 +8,7 @@
 
 One question a line; json, tsv and parquet are read too, packed or not. The last message of `messages` may be the right
 answer. Of an `answer` that is a list, each is right. All columns go to the reward. Rows that cannot be read are
-counted, named and left out, as everywhere; and a fiftieth, told by a hash of the row, is kept for examinations.
+counted, named and left out, as everywhere; a fiftieth, chosen by a hash of the row, is kept for evaluation.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ascendchat.data.chat.turns import ABOUT, checked, history, opened, said, tu
 from ascendchat.data.chat.turns import asked as about
 from ascendchat.data.mixture import is_held_out
 from ascendchat.data.read import format_of
-from ascendchat.data.surrogates import HALF, has_half
+from ascendchat.data.surrogates import LONE_SURROGATE, has_lone_surrogate
 from ascendchat.errors import UserError
 from ascendchat.rl import rewards
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.humaneval import ASK
 from ascendchat.tasks.named import load
 
-OWN = "prompt", "completion", "messages"  # columns that a reward gets as its first arguments, or as they are asked
-VALIDATION = 0.02  # share of the rows that is kept for examinations
+OWN = "prompt", "completion", "messages"  # columns that reach a reward by other arguments
+VALIDATION = 0.02  # share of the rows kept for evaluation
 
 Asked = tuple[Conversation, dict[str, Any]]  # the prompt, and what a reward gets
 
 
 def read_question(row: TableRow) -> Asked:
-    """A row as a prompt and the columns for the reward."""
+    """Read a row as a prompt and the columns for the reward."""
     columns = {str(name): value for name, value in row.items() if name not in OWN}
-    if has_half(columns):
-        raise ValueError(HALF)
+    if has_lone_surrogate(columns):
+        raise ValueError(LONE_SURROGATE)
     if row.get("answer") in (None, ""):
         replies = [row[name] for name in REPLY.split("|") if row.get(name) not in (None, "")]
         columns |= {"answer": replies[0]} if replies else {}
@@ -77,7 +77,7 @@ def read_question(row: TableRow) -> Asked:
 
 
 def load_questions(name: str, split: str = "train", source: str = "") -> Task:
-    """A task whose answers can be judged: by name, or a file of your own."""
+    """Open a task whose answers can be judged: by name, or a file of your own."""
     if Path(name).expanduser().is_file():
         return QuestionFile(name, split)
     if name == "humaneval":  # it has no other questions
@@ -91,7 +91,7 @@ def load_questions(name: str, split: str = "train", source: str = "") -> Task:
 
 
 class QuestionFile(Task):
-    """The questions of one file. Without a reward of the user's, `terms.answer` says whether a reply is right."""
+    """The questions of one file. Without a reward of the user's, `rewards.answer` judges replies."""
 
     kind = "reply"
 
@@ -137,7 +137,7 @@ class QuestionFile(Task):
 
     @property
     def checkable(self) -> bool:
-        """Whether the rows say what is right, as the first of them do."""
+        """True if the first rows have answers to compare with."""
         return not any(rewards.why_unjudged(self.row(index)) for index in range(min(8, len(self))))
 
     def correct(self, index: int, reply: str) -> bool:

@@ -3,7 +3,7 @@
     judge = Judge(("gsm8k=1", "format=0.1", "length=-0.001"))          # `ascendchat rl --reward ...`; none: the task
     judge = Judge("my_rewards:short_and_right", timeout=15)             # fn(prompt, completion, **row) -> float
     judge.rewards([(task, index, reply), ...])                          # -> [1.0, 0.0, ...]; None: not judged
-    judge.verdicts([Asked(task, index, reply, ...), ...])               # the same with the terms apart
+    judge.verdicts([JudgeRequest(task, index, reply, ...), ...])               # the same with the terms apart
 
 A function may be async, then many run beside one another in a process; it may take `prompt_ids` and `completion_ids`,
 as AReaL's do. One that raises, hangs, fills the memory or kills its process is tried again, then the answer counts as
@@ -28,10 +28,10 @@ from ascendchat.errors import UserError, nearest
 from ascendchat.sandbox.pool import WORKERS, Failure, Pool
 from ascendchat.sandbox.process import checked, run
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.choice import is_letter
 from ascendchat.tasks.gsm8k import FINAL, as_number, final_number
 from ascendchat.tasks.gsm8k import NUMBER as ONE_NUMBER
 from ascendchat.tasks.humaneval import CODE_BLOCK, judged, program
+from ascendchat.tasks.multiple_choice import is_letter
 
 # The built-in terms of a reward, for `ascendchat rl --reward gsm8k=1,format=0.1,length=-0.001`: plain functions.
 #
@@ -95,7 +95,7 @@ def toy(
     """1 if the toy world calls it right: see toyworld.correct."""
     if not accept and rule != "unknown":
         raise ValueError("the question has no column accept with the answers of the toy world")
-    question = toyworld.Question(prompt, "", tuple(map(str, accept)), "", "", rule, tuple(map(str, reject)))
+    question = toyworld.ToyQuestion(prompt, "", tuple(map(str, accept)), "", "", rule, tuple(map(str, reject)))
     return float(toyworld.correct(question, completion))
 
 
@@ -195,7 +195,7 @@ MANNERS = ("format", "length")  # terms that say nothing about whether an answer
 TAKEN = ("prompt", "completion")  # columns of a row that are the function's own arguments
 
 
-class Asked(NamedTuple):
+class JudgeRequest(NamedTuple):
     """An answer that is to be judged."""
 
     task: Task
@@ -207,8 +207,8 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What an answer is worth. `reward` is None where a term could not be found out."""
+class Judgement:
+    """The reward of an answer; None where a term could not be computed."""
 
     reward: float | None
     terms: dict[str, float] = field(default_factory=dict)  # by name, without weights
@@ -224,7 +224,7 @@ class _Term(NamedTuple):
 
 
 def row_of(task: Task, index: int) -> dict[str, Any]:
-    """What a reward function may want to know of a question, besides its text."""
+    """Keyword arguments of a reward function: all columns of a question but its text."""
     known = {"task": task.name, "index": index, "answer": text_of(task.example(index)[-1]["content"])}
     row = {**known, **task.row(index), "messages": task.prompt(index)}
     return {name: value for name, value in row.items() if name not in TAKEN}
@@ -252,7 +252,7 @@ class Judge:
             raise
 
     def _open(self, name: str, weight: float | None) -> _Term:
-        """A term that can work; else an error now, not in an hour."""
+        """Check a term now, not after the first hour of generating."""
         weight = 1.0 if weight is None else weight
         if name in OURS or name == TASK:
             return _Term(name, weight)
@@ -278,26 +278,26 @@ class Judge:
             return self._pool
 
     def rewards(self, answers: Sequence[Any]) -> list[float | None]:
-        """Of each answer, in order; None where nothing could be found out."""
+        """The reward of each answer, in order; None where it could not be computed."""
         return [verdict.reward for verdict in self.verdicts(answers)]
 
-    def verdicts(self, answers: Sequence[Any]) -> list[Verdict]:
-        """Of each answer (an Asked, or its first fields), in order."""
-        verdicts = [future.result() for future in [self.submit(Asked(*asked)) for asked in answers]]
+    def verdicts(self, answers: Sequence[Any]) -> list[Judgement]:
+        """Judge answers (each an JudgeRequest, or its first fields), in order."""
+        verdicts = [future.result() for future in [self.submit(JudgeRequest(*asked)) for asked in answers]]
         if answers:
             self.check_worked(len(answers))
         return verdicts
 
     def check_worked(self, answers: int) -> None:
-        """A term that has never judged any answer is a mistake in it, which would be found in the morning."""
+        """End a run in which a term has failed for every answer: that is a mistake in the function."""
         for name, problem in self._problems.items():
             if name not in self._worked:
                 raise UserError(f"--reward {name} has judged none of {answers} answers: {problem}; mend the function")
 
-    def submit(self, asked: Asked) -> Future[Verdict]:
+    def submit(self, asked: JudgeRequest) -> Future[Judgement]:
         """Begin to judge one answer."""
         numbers = [self._begin(term, asked) for term in self.terms]
-        whole: Future[Verdict] = Future()
+        whole: Future[Judgement] = Future()
         left, lock = len(numbers), threading.Lock()
 
         def count(_: Future[float]) -> None:
@@ -312,7 +312,7 @@ class Judge:
             number.add_done_callback(count)
         return whole
 
-    def _begin(self, term: _Term, asked: Asked) -> Future[float]:
+    def _begin(self, term: _Term, asked: JudgeRequest) -> Future[float]:
         task, index, reply, prompt_ids, completion_ids, finish = asked
         if term.name == TASK:
             return self._threads.submit(lambda: float(task.correct(index, reply)))
@@ -323,7 +323,7 @@ class Judge:
         path = f"{__name__}:{math_verify.__name__}" if term.name == MATH else term.name
         return self._processes().submit((path, question, reply, row), shared=term.shared)
 
-    def _verdict(self, numbers: Sequence[Future[float]]) -> Verdict:
+    def _verdict(self, numbers: Sequence[Future[float]]) -> Judgement:
         found: dict[str, float] = {}
         for term, number in zip(self.terms, numbers):
             problem = number.exception()
@@ -337,7 +337,7 @@ class Judge:
         whole = len(found) == len(self.terms)
         reward = sum(term.weight * found[term.name] for term in self.terms) if whole else None
         judging = [term.name for term in self.terms if term.name not in MANNERS]
-        return Verdict(reward, found, bool(judging) and found.get(judging[0], 0.0) > 0)
+        return Judgement(reward, found, bool(judging) and found.get(judging[0], 0.0) > 0)
 
     def _say_once(self, text: str) -> None:
         if not self._said:

@@ -1,11 +1,10 @@
-"""Questions, answers and what they are worth: what a step of RL trains on.
+"""Rollouts: questions are answered several times each, the answers judged, the groups packed into rows.
 
-questions = Questions(("gsm8k=0.7", "toy_problems=0.3"), tokenizer, seed=0, room=256)
-asked = questions.ask(number)                             # question `number` of the run: a pure function of the seed
+questions = QuestionMixture(("gsm8k=0.7", "toy_problems=0.3"), tokenizer, seed=0, room=256)
+question = questions.ask(number)                     # question `number` of the run: a pure function of the seed
 rollout = Rollout(questions, generator, judge, ...)
-answers, _ = rollout.extend(rollout.begin(asked), most=256, version=0)    # or some tokens now and more later
-(group,) = rollout.judged([(asked, answers)])
-rows = pack(groups, weight_of, seq_len, pad)              # for rl/stage.py
+(group,) = rollout.groups([question])                # its answers and their rewards
+rows = pack(groups, weight_of, seq_len, pad)         # for rl/stage.py
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Generator, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
-from ascendchat.remote.completions import joined, rest
 from ascendchat.rl.questions import load_questions
-from ascendchat.rl.rewards import Asked, Judge
+from ascendchat.rl.rewards import Judge, Judgement, JudgeRequest
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.named import pass_at_k
 
-SPARE = 1 << 40  # number of the first question that is asked in place of another
+RESAMPLED = 1 << 40  # number of the first question that is asked in place of another
 
 
 @dataclass(frozen=True)
-class Question:
+class TaskQuestion:
     """One question of the run."""
 
     number: int
@@ -48,18 +46,20 @@ class Question:
 
 
 @dataclass
-class Group:
-    """The answers to one question."""
+class AnswerGroup:
+    """The answers to one question, with their rewards."""
 
-    question: Question
+    question: TaskQuestion
     answers: list[Completion]
     rewards: list[float]
-    judged: int = 0  # answers that could be judged
+    judged: int = 0  # number of answers that could be judged
     advantages: list[float] = field(default_factory=list)
-    right: list[bool] = field(default_factory=list)  # of the answers that could be judged
-    terms: list[dict[str, float]] = field(default_factory=list)  # of each reward, by name and without weights
-    rejected: int = 0  # episodes of a workflow that have no answer here, of the groups before it in its place too
-    first: tuple[int, int] | None = None  # `solved` of the group in whose place this one stands
+    right: list[bool] = field(default_factory=list)  # one for each answer that could be judged
+    terms: list[dict[str, float]] = field(
+        default_factory=list
+    )  # one for each answer: the terms of its reward by name, unweighted
+    rejected: int = 0  # workflow episodes without an answer, also of the groups it replaces
+    first: tuple[int, int] | None = None  # `solved` of the first group that was resampled in its slot
 
     @property
     def differ(self) -> bool:
@@ -67,13 +67,13 @@ class Group:
 
     @property
     def solved(self) -> tuple[int, int]:
-        """(answers, right ones) to the question that was drawn first, by which pass@k is estimated: those that took its
-        place were chosen for being neither easy nor hard."""
+        """(answers, right answers) to the first question of the slot, for an unbiased pass@k: those that replaced it
+        were selected for being neither easy nor hard."""
         return self.first or (len(self.right), sum(self.right))
 
 
-class Questions:
-    """The questions of a run in their order: entries by weight, the rows of each in a new order every time round."""
+class QuestionMixture:
+    """The questions of a run in their order: a weighted mixture of tasks, each shuffled anew every epoch."""
 
     def __init__(self, data: Sequence[str], tokenizer: Tokenizer, seed: int, room: int, source: str = "") -> None:
         entries = parse_mixture(data)
@@ -89,130 +89,115 @@ class Questions:
 
     @property
     def fingerprint(self) -> str:
-        """Of what is asked."""
+        """Hash of the question set."""
         digest = hashlib.sha256()
         for task, weight in zip(self.tasks, self.weights):
             digest.update(f"{task.name} {len(task)} {weight} {task.question(0)}\n".encode())
         return digest.hexdigest()[:16]
 
     def cut(self, first: int) -> int:
-        """How many of the first questions are too long."""
+        """Count the questions before number `first` that are too long."""
         counts = Counts()
         for number in range(first):
             self.ask(number, counts)
         return counts.cut_prompts
 
-    def ask(self, number: int, counts: Counts | None = None) -> Question:
-        """Question `number` of the run."""
+    def ask(self, number: int, counts: Counts | None = None) -> TaskQuestion:
+        """TaskQuestion `number` of the run: a pure function of the seed."""
         which, row = locate(self._shares, number)
         epoch, place = divmod(row, len(self.tasks[which]))
         index = int(self._order(which, epoch)[place])
         prompt = render_prompt(self.tokenizer, self.tasks[which].prompt(index), self.room, counts)
-        return Question(number, self.tasks[which], index, prompt)
+        return TaskQuestion(number, self.tasks[which], index, prompt)
 
 
 def answer_seed(seed: int, number: int, sample: int) -> int:
-    """Of the noise of one answer: the same whatever is generated beside it, another one for every answer of a run."""
+    """Sampling seed of one answer: it depends on nothing else in the batch, and every answer of a run has another."""
     return int.from_bytes(hashlib.sha256(f"{seed} {number} {sample}".encode()).digest()[:7], "big")
 
 
-Begun = tuple[Request, Completion]  # and as much of its answer as is there
 Generate = Callable[[Sequence[Request]], list[Completion]]
 
 
-def begun(request: Request) -> Begun:
-    """A request of whose answer nothing is there yet."""
-    return request, Completion(finish_reason="cancelled")
-
-
 class _Workflow(Protocol):
-    """Makes episodes of questions; workflow.py has it."""
+    """Runs episodes of several turns; workflow.py implements it."""
 
-    def groups(self, asked: Sequence[Question], samples: int, generate: Generate) -> list[Group]: ...
+    def groups(self, asked: Sequence[TaskQuestion], samples: int, generate: Generate) -> list[AnswerGroup]: ...
     def close(self) -> None: ...
 
 
 @dataclass
 class Rollout:
-    """Asks, lets answer and judges. Several threads may use it where the generator is elsewhere."""
+    """Makes groups of answers: generates and judges them. Several threads may use a remote generator."""
 
-    questions: Questions
+    questions: QuestionMixture
     generator: Generator
     judge: Judge
     sampling: Sampling
     samples: int
     seed: int
-    shape_reward: Callable[[float, Completion], float] = lambda reward, answer: reward
+    shape_reward: Callable[[float, Completion], float] = lambda reward, answer: reward  # e.g. a length penalty
     workflow: _Workflow | None = None  # several turns: workflow.py
     tokens: int = 0  # generated so far
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, question: Question) -> list[Begun]:
-        """Requests for all answers to a question; nothing is there of them yet."""
-        seeds = [answer_seed(self.seed, question.number, sample) for sample in range(self.samples)]
-        return [begun(Request(question.prompt, replace(self.sampling, seed=seed))) for seed in seeds]
+    def groups(self, questions: Sequence[TaskQuestion]) -> list[AnswerGroup]:
+        """Generate and judge `samples` answers to each question."""
+        if self.workflow is not None:
+            groups = self.workflow.groups(questions, self.samples, self.generate)
+            if not self.generator.elsewhere:  # the workflow steps the engine itself
+                self._count(answer for group in groups for answer in group.answers)
+            return groups
+        answers = self.generate([self._request(one, i) for one in questions for i in range(self.samples)])
+        at = range(0, len(answers), self.samples)
+        return self._judged(questions, [answers[i : i + self.samples] for i in at])
 
-    def extend(self, given: Sequence[Begun], most: int, version: int) -> tuple[list[Completion], bool]:
-        """All answers with up to `most` tokens, those that they have already included. What can still go on has the
-        finish reason "cancelled".
+    def _request(self, question: TaskQuestion, sample: int) -> Request:
+        seed = answer_seed(self.seed, question.number, sample)
+        return Request(question.prompt, replace(self.sampling, seed=seed))
 
-        Tokens of weights older than `version` are left out, as a server gives them that was started again: then the
-        second value is True."""
-        tokenizer, context = self.questions.tokenizer, self.generator.context
-        answers = [answer for _, answer in given]
-        going = [
-            i for i, answer in enumerate(answers) if answer.finish_reason == "cancelled" and len(answer.ids) < most
-        ]
-        more = self.generator.generate([rest(*given[i], tokenizer, most) for i in going])
-        stale = False
-        for i, part in zip(going, more):
-            if not len(part.ids) == len(part.logprobs) == len(part.versions) == len(part.forced):
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Whole answers with the log-probability of every token."""
+        answers = self.generator.generate(requests)
+        for answer in answers:
+            if answer.finish_reason == "cancelled":
+                raise ValueError("half an answer cannot be judged")
+            if not len(answer.ids) == len(answer.logprobs) == len(answer.versions) == len(answer.forced):
                 raise UserError("the generator has not said the log-probability of every token; RL needs them all")
-            if min(part.versions, default=version) < version:
-                stale = True
-            else:
-                answers[i] = joined(*given[i], part, tokenizer, context)
-        self.count(more)
-        return answers, stale
+        self._count(answers)
+        return answers
 
-    def count(self, answers: Iterable[Completion]) -> None:
-        """These were generated."""
+    def _count(self, answers: Iterable[Completion]) -> None:
         with self._lock:
             self.tokens += sum(len(answer.ids) for answer in answers)
 
-    def judged(self, asked: Sequence[tuple[Question, list[Completion]]]) -> list[Group]:
-        """Whole answers become groups. What cannot be judged counts like the worst answer of its group."""
-        if any(answer.finish_reason == "cancelled" for _, answers in asked for answer in answers):
-            raise ValueError("half an answer cannot be judged")
-        verdicts = iter(
-            self.judge.verdicts(
-                [
-                    Asked(question.task, question.index, answer.text, question.prompt, answer.ids, answer.finish_reason)
-                    for question, answers in asked
-                    for answer in answers
-                ]
-            )
-        )
-        groups = []
-        for question, answers in asked:
-            found = [next(verdicts) for _ in answers]
-            known = [verdict for verdict in found if verdict.reward is not None]
-            worst = min((verdict.reward for verdict in known if verdict.reward is not None), default=0.0)
-            filled = [worst if verdict.reward is None else verdict.reward for verdict in found]
-            shaped = [self.shape_reward(reward, answer) for reward, answer in zip(filled, answers)]
-            right, terms = [verdict.right for verdict in known], [verdict.terms for verdict in found]
-            groups.append(Group(question, answers, shaped, len(known), right=right, terms=terms))
-        return groups
+    def _judged(self, questions: Sequence[TaskQuestion], answers: Sequence[list[Completion]]) -> list[AnswerGroup]:
+        """Groups of whole answers. One that cannot be judged gets the worst reward of its group."""
+        requests = [
+            JudgeRequest(one.task, one.index, answer.text, one.prompt, answer.ids, answer.finish_reason)
+            for one, own in zip(questions, answers)
+            for answer in own
+        ]
+        verdicts = iter(self.judge.verdicts(requests))
+        return [self._group(question, own, [next(verdicts) for _ in own]) for question, own in zip(questions, answers)]
+
+    def _group(self, question: TaskQuestion, answers: list[Completion], verdicts: Sequence[Judgement]) -> AnswerGroup:
+        judged = [verdict for verdict in verdicts if verdict.reward is not None]
+        worst = min((verdict.reward for verdict in judged if verdict.reward is not None), default=0.0)
+        rewards = [worst if verdict.reward is None else verdict.reward for verdict in verdicts]
+        shaped = [self.shape_reward(reward, answer) for reward, answer in zip(rewards, answers)]
+        right, terms = [verdict.right for verdict in judged], [verdict.terms for verdict in verdicts]
+        return AnswerGroup(question, answers, shaped, len(judged), right=right, terms=terms)
 
     def close(self) -> None:
-        """End the processes of the judge and of the workflow."""
+        """End the processes of the judge and the workflow."""
         self.judge.close()
         if self.workflow is not None:
             self.workflow.close()
 
 
-def pass_sums(groups: Sequence[Group], samples: int) -> dict[int, tuple[float, float]]:
-    """k -> (sum of the unbiased estimates of pass@k, groups with enough answers for one), for powers of two and all."""
+def pass_sums(groups: Sequence[AnswerGroup], samples: int) -> dict[int, tuple[float, float]]:
+    """Per k, powers of two and all samples: (sum of unbiased estimates of pass@k, groups with at least k answers)."""
     counts = [group.solved for group in groups]
     return {
         k: (
@@ -223,14 +208,14 @@ def pass_sums(groups: Sequence[Group], samples: int) -> dict[int, tuple[float, f
     }
 
 
-def term_sums(groups: Sequence[Group], names: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Of each term of the rewards: (sum, number) over the answers for which it is known."""
+def term_sums(groups: Sequence[AnswerGroup], names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Per reward term: (sum, number) over the answers that have it."""
     known = [terms for group in groups for terms in group.terms]
     return {name: (sum(t.get(name, 0.0) for t in known), float(sum(name in t for t in known))) for name in names}
 
 
-def task_sums(groups: Sequence[Group], names: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Of each task: (sum of its rewards, number of its answers)."""
+def task_sums(groups: Sequence[AnswerGroup], names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Per task: (sum of its rewards, number of its answers)."""
     of = {
         name: [reward for group in groups if group.question.task.name == name for reward in group.rewards]
         for name in names
@@ -240,19 +225,19 @@ def task_sums(groups: Sequence[Group], names: Sequence[str]) -> dict[str, tuple[
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Answers packed into rows of T tokens, on the host."""
+    """Answers packed into rows of T tokens, numpy arrays on the host."""
 
     inputs: NDArray[np.int64]  # (n, T)
     targets: NDArray[np.int64]  # (n, T), IGNORE where the model did not choose
-    advantage: NDArray[np.float32]  # (n, T), like those below: of the target
-    behaviour: NDArray[np.float32]
+    advantage: NDArray[np.float32]  # (n, T), per target token like the columns below
+    behaviour: NDArray[np.float32]  # log-probability by the weights that generated the token
     weight: NDArray[np.float32]
-    proximal: NDArray[np.float32]  # not a number: that of the policy when it is trained
+    proximal: NDArray[np.float32]  # log-probability before the first update; NaN: by the trained policy itself
     lengths: NDArray[np.int32]  # tokens of each segment, row after row
 
     @classmethod
     def empty(cls, rows: int, seq_len: int, pad: int) -> TokenRows:
-        """Rows of padding, which nothing is learnt from."""
+        """Rows of padding, without targets."""
         size = (rows, seq_len)
         inputs, targets = np.full(size, pad, np.int64), np.full(size, IGNORE, np.int64)
         advantage, behaviour, weight = np.zeros((3, *size), np.float32)
@@ -260,8 +245,8 @@ class TokenRows:
         return cls(inputs, targets, advantage, behaviour, weight, proximal, np.full(rows, seq_len, np.int32))
 
     def cut(self, rows: int, pad: int, *, fill: bool = True) -> list[TokenRows]:
-        """Parts of `rows` rows. The last is filled up with padding, as a compiled model wants it, or with fill=False
-        has what is left; nothing at all becomes a part of padding."""
+        """Split into parts of `rows` rows. The last is filled up with padding, since a compiled model has one shape, or
+        with fill=False is shorter; no rows at all become one part of padding."""
         seq_len = self.inputs.shape[1]
         missing = (-len(self.inputs) % rows if fill else 0) if len(self.inputs) else (rows if fill else 1)
         filler = TokenRows.empty(missing, seq_len, pad)
@@ -280,10 +265,11 @@ class TokenRows:
         return self.inputs, self.targets, self.advantage, self.behaviour, self.weight, self.proximal
 
 
-def pack(groups: Sequence[Group], weight_of: Callable[[Completion], float], seq_len: int, pad: int) -> TokenRows:
-    """The answers of all groups in as few rows as they fit; `weight_of` is that of the tokens of an answer.
+def pack(groups: Sequence[AnswerGroup], weight_of: Callable[[Completion], float], seq_len: int, pad: int) -> TokenRows:
+    """Pack the answers of all groups, each behind its prompt, into few rows by best fit.
 
-    A token that a tool put there is read and not learnt. A sequence of n tokens takes n - 1 places."""
+    `weight_of`: loss weight of each token of an answer. Tokens that a tool wrote are inputs without a target. A
+    sequence of n tokens takes n - 1 positions, since inputs and targets are shifted by one."""
     answers = [(group, i) for group in groups for i in range(len(group.answers))]
     lengths = [len(group.question.prompt) + len(group.answers[i].ids) - 1 for group, i in answers]
     members = best_fit(lengths, seq_len)

@@ -1,4 +1,4 @@
-"""The stage of `ascendchat rl`: policy gradients on answers that were just given. See Stage in train/stage.py.
+"""The stage of `ascendchat rl`: policy gradients on rollouts. See Stage in train/stage.py.
 
 stage = RlStage(policy_loss, split, steps, engine, source, ...)    # built by command.py
 
@@ -8,7 +8,6 @@ its question, and the likelier the better ones become (grpo.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,7 +31,7 @@ from ascendchat.models.trained import HFSource
 from ascendchat.nn import IGNORE
 from ascendchat.nn.logprobs import Drawn, head_logprobs, head_objective
 from ascendchat.parallel import collectives
-from ascendchat.rl.buffer import Part, dealt, from_tensors, to_tensors
+from ascendchat.rl.buffer import UpdateShare, dealt, from_tensors, to_tensors
 from ascendchat.rl.grpo import (
     PRESETS,
     Method,
@@ -43,15 +42,15 @@ from ascendchat.rl.grpo import (
     sequence_anchor,
     token_weight,
 )
-from ascendchat.rl.rollout import Group, TokenRows, pack
-from ascendchat.rl.schedule import Slot
-from ascendchat.rl.source import InTurn
-from ascendchat.rl.transcript import figures, learnt, write_transcript
+from ascendchat.rl.rollout import AnswerGroup, TokenRows, pack
+from ascendchat.rl.schedule import PromptSlot
+from ascendchat.rl.source import SyncRolloutSource
+from ascendchat.rl.transcript import BatchSums, batch_metrics, batch_sums, own_tokens, write_transcript
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.schedule import Curve
 from ascendchat.tasks.base import Task
-from ascendchat.train.model import Learner, optimizer_for
+from ascendchat.train.model import TrainModel, optimizer_for
 from ascendchat.train.rows import curve, learning_rates
 from ascendchat.train.stage import Correction, Loss, Stage
 
@@ -59,7 +58,7 @@ MOMENTUM = 0.85, 0.95, 0.95  # at the beginning, in the middle, at the end
 
 
 class RlStage(Stage):
-    """Policy gradients on answers that the model has just given."""
+    """Policy gradients on answers that the model has just generated."""
 
     higher_is_better = True
 
@@ -69,7 +68,7 @@ class RlStage(Stage):
         split: Split,
         steps: int,
         engine: Callable[[], Engine],
-        source: InTurn,
+        source: SyncRolloutSource,
         exam: Sequence[Task],
         tokenizer: Tokenizer,
         config: RlConfig,
@@ -87,145 +86,146 @@ class RlStage(Stage):
         self.tokens_per_step = config.prompts_per_step * config.samples  # corrected by every step
         self.learning_rates = learning_rates(config, shape, split.total)
         self.optimizer = optimizer_for(learner, self.learning_rates)
-        self._most = config.prompts_per_step * config.samples, config.max_new_tokens  # answers of a batch, their length
-        learner.mean_over(math.prod(self._most) // collectives.world().size)  # as `token_weight` weighs each of them
-        self._known: dict[str, float] = {}
-        self._parts: dict[int, Part] = {}  # of the batch that is trained, those still to come
+        self.answers, self.longest = config.prompts_per_step * config.samples, config.max_new_tokens  # of a batch
+        learner.mean_over(self.answers * self.longest // collectives.world().size)  # as `token_weight` weighs them
+        self._metrics: dict[str, float] = {}  # of the batch, logged with the first of its steps
+        self._shares: dict[int, UpdateShare] = {}  # of the batch that is trained, by update: those still to come
         self._complained = False  # of a disk that takes no transcripts
-        self._seen: list[Slot] | None = None  # of a batch that nothing was told of yet
+        self._slots: list[PromptSlot] = []  # of the batch, until they are noted
         self._size = 0, 0  # tokens and answers that this rank learns from in a step
-        self._problem: Exception | None = None  # why this rank has no more answers; raised where all ranks meet
+        self._in_step = False
+        self._problem: Exception | None = None  # why this rank cannot finish the step; raised where all ranks meet
 
     # ---- a step --------------------------------------------------------------------------------
 
     def micro_batches(self, step: int) -> Iterator[PolicyBatch]:
-        """This rank's rows of a step, as soon as they are there."""
-        batch, part = divmod(step, self.config.updates)
-        if self.source.pushed < 0:
-            self.source.push(self.weights(), self.source.rhythm.version)
-        if self.config.updates == 1:
-            return self._as_they_come(batch)
-        if not self._parts:
-            self._prepare(batch)
-        return self._of_part(self._parts.pop(part))
-
-    def _as_they_come(self, batch: int) -> Iterator[PolicyBatch]:
-        """One update for the batch: each wave is trained while the others are still generated."""
-        slots: list[Slot] = []
-        micro_batches = tokens = answers = 0
-        for wave in self.waves(batch):
-            slots += wave
-            rows, kept = self.packed(wave)
-            if len(rows.inputs):
-                for batch_rows in self.cut(rows):
-                    micro_batches += 1
-                    yield self.upload(batch_rows)
-            tokens, answers = tokens + sum(map(learnt, kept)), answers + len(kept)
-        if not micro_batches:
+        """This rank's rows of a step, as soon as their groups are finished. An error here or in
+        `forward_backward` ends the run in `correction`, on all ranks: the others wait there."""
+        self._in_step, self._size, empty = True, (0, 0), True
+        try:
+            for rows in self._rows(*divmod(step, self.config.updates)):
+                for part in self.cut(rows) if len(rows.inputs) else ():
+                    yield self.upload(part)
+                    empty = False
+                    if self._problem is not None:
+                        return
+        except Exception as problem:  # noqa: BLE001 (whatever it is, the other ranks wait)
+            self._problem = problem
+        if empty:
             yield self.upload(TokenRows.empty(self.split.rows, self.model.shape.seq_len, self.pad))
-        self._seen, self._size = slots, (tokens, answers)
 
-    def waves(self, batch: int) -> Iterator[list[Slot]]:
-        """The slots of a batch in the order of training, with their advantages. What keeps this rank from them ends
-        the run in `correction`, on all ranks: the others would wait there for one that has left."""
-        waves = self.source.waves(batch)
+    def _rows(self, batch: int, update: int) -> Iterator[TokenRows]:
+        """Rows of one update: with one update per batch as its groups finish, else a prepared share of the batch."""
+        if self.source.version < 0:
+            self.source.update_weights(self.weights(), self.source.schedule.version)
+        if self.config.updates == 1:
+            for slots in self._finished(batch):
+                self._slots += slots
+                share = self._packed(slots)
+                self._size = self._size[0] + share.tokens, self._size[1] + share.answers
+                yield share.rows
+            return
+        if not self._shares:
+            self._prepare(batch)
+        share = self._shares.pop(update)
+        self._size = share.tokens, share.answers
+        yield share.rows
+
+    def _finished(self, batch: int) -> Iterator[list[PromptSlot]]:
+        """The slots of a batch in the order of training, with advantages."""
+        finished = self.source.finished(batch)
         while True:
             self.model.eval()  # it may be the one that answers
             try:
-                wave = next(waves, None)
-            except Exception as problem:  # noqa: BLE001 (whatever it is, the other ranks wait)
-                wave, self._problem = None, problem
-            self.model.train()
-            if wave is None:
+                slots = next(finished, None)
+            finally:
+                self.model.train()
+            if slots is None:
                 return
-            for group in groups_of(wave):
+            for group in groups_of(slots):
                 rewards = torch.tensor([group.rewards], dtype=torch.float64)
                 group.advantages = advantages(rewards, self.method.scale)[0].tolist()
-            yield wave
+            yield slots
 
-    def packed(self, slots: Sequence[Slot]) -> tuple[TokenRows, list[Completion]]:
-        """The rows of what is learnt from, and its answers."""
-        kept = self.kept(groups_of(slots))
-        rows = pack(kept, self.weight_of, self.model.shape.seq_len, self.pad)
-        return rows, [answer for group in kept for answer in group.answers]
+    def _packed(self, slots: Sequence[PromptSlot]) -> UpdateShare:
+        """The rows of the groups that are learnt from."""
+        groups = self.informative(groups_of(slots))
+        rows = pack(groups, self.weight_of, self.model.shape.seq_len, self.pad)
+        answers = [answer for group in groups for answer in group.answers]
+        return UpdateShare(rows, sum(map(own_tokens, answers)), len(answers))
 
-    def kept(self, groups: Sequence[Group]) -> list[Group]:
-        """Those that are learnt from."""
+    def informative(self, groups: Sequence[AnswerGroup]) -> list[AnswerGroup]:
+        """The groups that are learnt from."""
         return [group for group in groups if group.differ or not self.method.drop_equal]
 
     def weight_of(self, answer: Completion) -> float:
-        """Of each token of an answer; see `correction`."""
-        return token_weight(learnt(answer), self.method.mean, *self._most)
+        """Loss weight of each token of an answer; see `correction`."""
+        return token_weight(own_tokens(answer), self.method.mean, self.answers, self.longest)
+
+    def forward_backward(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
+        try:
+            return self.policy_loss(batch, self.answers * self.longest, scale).backward()
+        except Exception as problem:
+            if not self._in_step:  # the dry run, which looks for what fits
+                raise
+            self._problem = problem
+            return Loss(torch.zeros((), device=self.learner.place))
 
     def correction(self, step: int) -> Correction:
-        """What the weights of the tokens are too small by. All ranks are here: it is also time to compare notes."""
+        """The factor that `token_weight` left out. All ranks meet here: an error of one ends the run on all."""
+        own = self._own_sums(step) if step % self.config.updates == 0 else None
+        self._in_step = False
         sums = *self._size, self._problem is not None
         total = torch.tensor([float(number) for number in sums], device=self.learner.place)
         collectives.all_reduce(total, "sum")
         tokens, answers, problems = total.tolist()
         if problems:
-            told = self._problem and of_rank(self._problem, collectives.world().rank)
-            every = collectives.gather_objects(told)
+            every = collectives.gather_objects(self._problem and of_rank(self._problem, collectives.world().rank))
             raise self._problem or next(filter(None, every))
-        self._known = {} if self._seen is None else self._note(step, self._seen)
-        self._seen = None
-        most, longest = self._most
+        self._metrics = self._reduced(own) if own else {}
         return Correction(
-            mean_correction(self.method.mean, tokens, answers, *self._most), most * longest / max(1.0, tokens)
+            mean_correction(self.method.mean, tokens, answers, self.answers, self.longest),
+            self.answers * self.longest / max(1.0, tokens),
         )
 
     def after_step(self, step: int) -> None:
         """New weights for the generator, after the last update of a batch."""
         if (step + 1) % self.config.updates == 0:
-            with self.source.lock:
-                self.source.rhythm.next_batch()
-            self.source.push(self.weights(), self.source.rhythm.version)
-            if self.config.rhythm != "sync" and step + 1 < self.steps:
-                self.source.begin()
-
-    # ---- several updates of one batch ----------------------------------------------------------
+            self.source.next_batch(self.weights())
 
     def _prepare(self, batch: int) -> None:
-        """The whole batch, in as many parts as it has updates, with the log-probabilities of the weights that it finds:
-        the proximal policy of all its updates."""
-        slots = [slot for wave in self.waves(batch) for slot in wave]
-        if self._problem is None:
-            with self.source.lock:
-                self.source.rhythm.drop(batch)
-        slots.sort(key=lambda slot: slot.number)
-        count, updates = len(slots), self.config.updates
-        for part in range(updates):
-            rows, kept = self.packed(slots[count * part // updates : count * (part + 1) // updates])
-            self._parts[part] = Part(self.with_proximal(rows), sum(map(learnt, kept)), len(kept))
-        self._seen = slots
+        """Split a whole batch into a share for each of its updates, with the log-probabilities of the weights now: the
+        proximal policy of all its updates."""
+        self._slots = sorted((slot for slots in self._finished(batch) for slot in slots), key=lambda slot: slot.number)
+        self.source.drop(batch)
+        count, updates = len(self._slots), self.config.updates
+        for update in range(updates):
+            share = self._packed(self._slots[count * update // updates : count * (update + 1) // updates])
+            self._shares[update] = replace(share, rows=self.with_proximal(share.rows))
 
     def with_proximal(self, rows: TokenRows) -> TokenRows:
-        """The rows with the log-probabilities of these weights."""
-        found = [self.policy_loss.logprobs(self.upload(some)).cpu() for some in self.cut(rows)]
-        return replace(rows, proximal=torch.cat(found)[: len(rows.inputs)].numpy())
-
-    def _of_part(self, part: Part) -> Iterator[PolicyBatch]:
-        self._size = part.tokens, part.answers
-        return map(self.upload, self.cut(part.rows))
+        """The rows with the log-probabilities of the weights now."""
+        logprobs = [self.policy_loss.logprobs(self.upload(part)).cpu() for part in self.cut(rows)]
+        return replace(rows, proximal=torch.cat(logprobs)[: len(rows.inputs)].numpy())
 
     # ---- a resumed run -------------------------------------------------------------------------
 
     def extra(self) -> dict[str, Tensor]:
-        """What was generated and is not trained yet."""
+        """Rollouts that are not trained yet."""
         with self.source.lock:
-            return to_tensors(list(self.source.rhythm.slots.values()), self._parts)
+            return to_tensors(list(self.source.schedule.slots.values()), self._shares)
 
     def load(self, saved: Checkpoint) -> None:
         super().load(saved)
-        slots, parts = from_tensors(saved.extras(), self.rollout.questions.ask)
-        batch, part = divmod(saved.step, self.config.updates)
-        self.source.rhythm.go_on(batch, slots, dropped=part > 0)
-        self._parts = dealt(parts, collectives.world().rank, collectives.world().size)
+        slots, shares = from_tensors(saved.extras(), self.rollout.questions.ask)
+        batch, update = divmod(saved.step, self.config.updates)
+        self.source.schedule.resume(batch, slots, dropped=update > 0)
+        self._shares = dealt(shares, collectives.world().rank, collectives.world().size)
 
     # ---- the loss ------------------------------------------------------------------------------
 
     def cut(self, rows: TokenRows) -> list[TokenRows]:
-        """The rows of each forward pass."""
+        """Split rows into micro-batches."""
         return rows.cut(self.split.rows, self.pad, fill=self.learner.device.compiles)
 
     def upload(self, rows: TokenRows) -> PolicyBatch:
@@ -236,11 +236,6 @@ class RlStage(Stage):
         known = proximal if self.config.updates > 1 else None  # with one update it is the policy that is trained
         return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths, known)
 
-    def loss(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
-        """See stage.py."""
-        most, longest = self._most
-        return self.policy_loss(batch, most * longest, scale)
-
     def probe(self) -> PolicyBatch:
         rows = TokenRows.empty(self.split.rows, self.model.shape.seq_len, self.pad)
         rows.targets[:] = 0
@@ -250,10 +245,25 @@ class RlStage(Stage):
     def pad(self) -> int:
         return self.tokenizer.pad
 
-    # ---- what is known of it -------------------------------------------------------------------
+    # ---- metrics, evaluation -------------------------------------------------------------------
 
-    def _keep(self, step: int, groups: Sequence[Group]) -> None:
-        """A transcript; a full disk does not end training for it, and is said once."""
+    def _own_sums(self, step: int) -> BatchSums | None:
+        """This rank's part of the batch's metrics, and its transcript; None after an error."""
+        groups = groups_of(sorted(self._slots, key=lambda slot: slot.number))
+        replaced, self._slots = sum(slot.attempt for slot in self._slots), []
+        try:
+            self._write_transcript(step, groups)
+            terms = [] if self.config.workflow else [term.name for term in self.rollout.judge.terms]
+            split = {"terms": terms, "tasks": [task.name for task in self.rollout.questions.tasks]}
+            split = {what: names for what, names in split.items() if len(names) > 1}
+            batch, samples = step // self.config.updates, self.config.samples
+            return batch_sums(groups, self.informative(groups), replaced, batch, samples=samples, **split)
+        except Exception as problem:  # noqa: BLE001 (raised in `correction`, on all ranks)
+            self._problem = self._problem or problem
+            return None
+
+    def _write_transcript(self, step: int, groups: Sequence[AnswerGroup]) -> None:
+        """A full disk does not end training for a transcript, and is said once."""
         try:
             write_transcript(self.folder / "transcripts", step, groups)
         except OSError as error:
@@ -261,35 +271,28 @@ class RlStage(Stage):
                 print(f"transcripts cannot be written ({error.strerror}): they are lost until there is room again")
             self._complained = True
 
-    def _note(self, step: int, slots: Sequence[Slot]) -> dict[str, float]:
-        """What a batch has seen, over all ranks."""
-        groups = groups_of(sorted(slots, key=lambda slot: slot.number))
-        self._keep(step, groups)
-        batch, replaced, config = step // self.config.updates, sum(slot.round for slot in slots), self.config
-        judged = [] if config.workflow else [term.name for term in self.rollout.judge.terms]
-        apart = {"terms": judged, "tasks": [task.name for task in self.rollout.questions.tasks]}
-        apart = {what: names for what, names in apart.items() if len(names) > 1}
-        place = self.learner.place
-        seen = figures(groups, self.kept(groups), replaced, batch, place, samples=config.samples, **apart)
-        tokens = seen["answer_tokens"] * seen.pop("answers")
-        self.tokens_per_step = int(tokens / config.updates)
-        return {**seen, **self.source.pace(tokens, self.learner.place)}
+    def _reduced(self, own: BatchSums) -> dict[str, float]:
+        """The metrics of a batch over all ranks."""
+        device = self.learner.place
+        metrics = batch_metrics(own, device)
+        tokens = metrics["answer_tokens"] * metrics.pop("answers")
+        self.tokens_per_step = int(tokens / self.config.updates)
+        return {**metrics, **self.source.throughput(tokens, device)}
 
     def rates(self, step: int) -> dict[str, float]:
         scale = schedule.lr_scale(step, self.steps, **asdict(self.curve))
         momentum = schedule.momentum(step, self.steps, values=MOMENTUM, ramp=300, warmdown=self.curve.warmdown)
         return {"lr_scale": scale, "momentum": momentum, "matrix_decay": 0.0, "clip": 1.0}
 
-    def notes(self, step: int) -> dict[str, float]:
-        """Of a batch, with the first of its steps."""
-        return {**self._known, "max_ratio": self.policy_loss.largest_ratio()}
+    def extra_metrics(self, step: int) -> dict[str, float]:
+        return {**self._metrics, "max_ratio": self.policy_loss.largest_ratio()}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy answers to questions that are not trained on; nothing where none can be checked."""
         if not self.exam:
             return {}
         engine = self.engine()
-        engine.renew(self.source.rhythm.version)
+        engine.renew(self.source.schedule.version)
         examiner = Examiner(
             self.tokenizer,
             GeneratorChooser(engine),
@@ -325,7 +328,7 @@ class RlStage(Stage):
         }
 
     def is_spike(self, loss: float, mean: float) -> bool:
-        return False  # the loss of policy gradients is no measure of anything
+        return False  # a policy-gradient loss measures no progress
 
     def smaller(self) -> bool:
         split = self.split.smaller()
@@ -339,15 +342,15 @@ class RlStage(Stage):
         self.rollout.close()
 
 
-def groups_of(slots: Sequence[Slot]) -> list[Group]:
-    """Of slots that are finished."""
+def groups_of(slots: Sequence[PromptSlot]) -> list[AnswerGroup]:
+    """The groups of finished slots."""
     return [slot.group for slot in slots if slot.group is not None]
 
 
 # The loss of a batch of answers and what is measured of it: nn/logprobs.py and grpo.py put together.
 #
 #     of_policy = PolicyLoss(learner, method, drawn, reference)       # built by command.py
-#     loss = of_policy(batch, tokens)                                 # RlStage.loss
+#     loss = of_policy(batch, tokens).backward()                      # RlStage.forward_backward
 #     batch = replace(batch, proximal=of_policy.logprobs(batch))      # before the first of several updates on a batch
 #
 # What is computed once per batch, without gradient: for GSPO with a known proximal policy the log-probabilities, from
@@ -356,7 +359,7 @@ def groups_of(slots: Sequence[Slot]) -> list[Group]:
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """What one forward pass of RL takes, on the device: columns of the shape (B, T)."""
+    """The micro-batch of one forward pass, on the device; columns are (B, T)."""
 
     inputs: Tensor
     targets: Tensor
@@ -379,7 +382,13 @@ class PolicyLoss:
     there if the method has a KL. `exact`: the generator must have reported the very same log-probabilities."""
 
     def __init__(
-        self, learner: Learner, method: Method, drawn: Drawn, reference: Learner | None = None, *, exact: bool = False
+        self,
+        learner: TrainModel,
+        method: Method,
+        drawn: Drawn,
+        reference: TrainModel | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
         self.learner, self.method, self.drawn, self.reference, self.exact = learner, method, drawn, reference, exact
         self.objective = method.objective()
@@ -391,15 +400,15 @@ class PolicyLoss:
         the loss would find. Logits exist chunk by chunk."""
         return self._logprobs(self.learner, batch)
 
-    def _logprobs(self, learner: Learner, batch: PolicyBatch) -> Tensor:
+    def _logprobs(self, learner: TrainModel, batch: PolicyBatch) -> Tensor:
         return head_logprobs(self._hidden(learner, batch), learner.model.head, batch.targets, self.drawn)
 
-    def _hidden(self, learner: Learner, batch: PolicyBatch) -> Tensor:
+    def _hidden(self, learner: TrainModel, batch: PolicyBatch) -> Tensor:
         return learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
 
     def __call__(self, batch: PolicyBatch, tokens: int, scale: float = 1.0) -> Loss:
-        """Of this rank's tokens; the loop takes the mean over the ranks, so each counts as often as there are ranks.
-        `tokens`: those that the metrics are means over."""
+        """The loss of this rank's tokens, times the number of ranks, since the loop takes the mean over them. `tokens`:
+        the number that metrics are divided by."""
         learner, scored = self.learner, batch.targets != IGNORE
         hidden = self._hidden(learner, batch)
         unknown = torch.full_like(batch.weight, torch.nan)
@@ -425,7 +434,7 @@ class PolicyLoss:
         return Loss(loss, {name: (value * share).sum() for name, value in metrics.items()})
 
     def _anchor(self, hidden: Tensor, proximal: Tensor, batch: PolicyBatch) -> Tensor:
-        """What the ratio of each token is measured from, (B, T)."""
+        """The log-probability that the ratio of each token is measured from, (B, T)."""
         if self.method.level == "token":
             return proximal
         now = head_logprobs(hidden.detach(), self.learner.model.head, batch.targets, self.drawn)
@@ -444,7 +453,7 @@ class PolicyLoss:
         weight: Tensor,
         reference: Tensor | None = None,
     ) -> Mapping[str, Tensor]:
-        """Per token: how the trained policy differs from the others."""
+        """Metrics per token, (B, T): differences between the trained policy and the others."""
         gap = torch.where(proximal.isnan(), logprobs, proximal) - behaviour
         found = {
             "logprob_gap": gap.abs(),
@@ -455,7 +464,7 @@ class PolicyLoss:
         return found if reference is None else {**found, "kl": k3(reference - logprobs)}
 
     def largest_ratio(self) -> float:
-        """Of the probability of a token to the generator's, over all ranks, since this was asked for last."""
+        """The largest ratio of a token's probability to the generator's, over all ranks, since the last call."""
         collectives.all_reduce(self._largest, "max")
         found = self._largest.item()
         self._largest = torch.zeros_like(self._largest)

@@ -1,7 +1,8 @@
-"""What a step of RL has seen: figures over all ranks for metrics.jsonl, and every answer in the run's folder.
+"""Metrics of a batch of rollouts over all ranks, and its transcript: every answer, in the run's folder.
 
-figures(groups, kept, 2, batch, place, samples=8)     # alike on all ranks
-write_transcript(folder, step, groups)       # runs/NAME/rl/transcripts/step_000012-0.jsonl
+own = batch_sums(groups, kept, 2, batch, samples=8)      # this rank's
+metrics = batch_metrics(own, device)                     # alike on all ranks, for metrics.jsonl
+write_transcript(folder, step, groups)                   # runs/NAME/rl/transcripts/step_000012-0.jsonl
 """
 
 from __future__ import annotations
@@ -9,22 +10,31 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ascendchat.engine.request import Completion
 from ascendchat.files import write_atomic
 from ascendchat.parallel import collectives
-from ascendchat.rl.rollout import Group, pass_sums, task_sums, term_sums
+from ascendchat.rl.rollout import AnswerGroup, pass_sums, task_sums, term_sums
 
 
-def learnt(answer: Completion) -> int:
+class BatchSums(NamedTuple):
+    """Sums over the groups of one rank."""
+
+    sums: list[float]
+    ratios: tuple[str, ...]  # names of metrics that are the quotient of two sums, the last ones of `sums`
+    oldest: float  # versions
+
+
+def own_tokens(answer: Completion) -> int:
     """Tokens that the model chose itself."""
     return sum(not forced for forced in answer.forced)
 
 
-def ages(groups: Sequence[Group], batch: int) -> list[int]:
-    """Of each token that is learnt: by how many versions the weights that wrote it are older than those trained."""
+def staleness_of(groups: Sequence[AnswerGroup], batch: int) -> list[int]:
+    """For each token that is learnt: by how many versions the weights that wrote it are older than those trained."""
     return [
         batch - version
         for group in groups
@@ -34,45 +44,46 @@ def ages(groups: Sequence[Group], batch: int) -> list[int]:
     ]
 
 
-def figures(
-    groups: Sequence[Group],
-    kept: Sequence[Group],
+def batch_sums(
+    groups: Sequence[AnswerGroup],
+    kept: Sequence[AnswerGroup],
     replaced: int,
     batch: int,
-    place: torch.device,
     *,
     samples: int,
     terms: Sequence[str] = (),
     tasks: Sequence[str] = (),
-) -> dict[str, float]:
-    """Of the groups of a batch, of up to `samples` answers each; `kept` are learnt from, so many others were
-    `replaced`. `terms` and `tasks`: those whose rewards are shown apart."""
-    answers, old = [answer for group in groups for answer in group.answers], ages(kept, batch)
-    parts = {f"pass@{k}": sums for k, sums in pass_sums(groups, samples).items()}
-    parts |= {f"reward_{term}": sums for term, sums in term_sums(groups, terms).items()}
-    parts |= {f"reward_of_{task}": sums for task, sums in task_sums(groups, tasks).items()}
-    own = torch.tensor(
-        [
-            float(len(groups)),
-            float(len(answers)),
-            sum(reward for group in groups for reward in group.rewards),
-            float(sum(len(answer.ids) for answer in answers)),
-            float(sum(answer.finish_reason == "length" for answer in answers)),
-            float(len(kept)),
-            float(sum(len(group.answers) - group.judged for group in groups)),
-            float(sum(group.rejected for group in groups)),
-            float(replaced),
-            float(sum(old)),
-            float(len(old)),
-            *(number for sums in parts.values() for number in sums),
-        ],
-        device=place,
-    )
-    oldest = torch.tensor([float(max(old, default=0))], device=place)
-    collectives.all_reduce(own, "sum")
+) -> BatchSums:
+    """Sums over this rank's groups of up to `samples` answers; `kept` are learnt from, `replaced` were resampled.
+    `terms` and `tasks`: names whose rewards become metrics of their own."""
+    answers, staleness = [answer for group in groups for answer in group.answers], staleness_of(kept, batch)
+    ratios = {f"pass@{k}": sums for k, sums in pass_sums(groups, samples).items()}
+    ratios |= {f"reward_{term}": sums for term, sums in term_sums(groups, terms).items()}
+    ratios |= {f"reward_of_{task}": sums for task, sums in task_sums(groups, tasks).items()}
+    sums = [
+        float(len(groups)),
+        float(len(answers)),
+        sum(reward for group in groups for reward in group.rewards),
+        float(sum(len(answer.ids) for answer in answers)),
+        float(sum(answer.finish_reason == "length" for answer in answers)),
+        float(len(kept)),
+        float(sum(len(group.answers) - group.judged for group in groups)),
+        float(sum(group.rejected for group in groups)),
+        float(replaced),
+        float(sum(staleness)),
+        float(len(staleness)),
+        *(number for pair in ratios.values() for number in pair),
+    ]
+    return BatchSums(sums, tuple(ratios), float(max(staleness, default=0)))
+
+
+def batch_metrics(own: BatchSums, device: torch.device) -> dict[str, float]:
+    """The metrics of a batch over all ranks."""
+    sums, oldest = torch.tensor(own.sums, device=device), torch.tensor([own.oldest], device=device)
+    collectives.all_reduce(sums, "sum")
     collectives.all_reduce(oldest, "max")
-    questions, count, reward, length, cut, used, unjudged, rejected, others, age, tokens, *sums = own.tolist()
-    means = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(parts) if sums[2 * i + 1]}
+    groups, count, reward, length, cut, used, unjudged, rejected, replaced, stale, tokens, *pairs = sums.tolist()
+    means = {name: pairs[2 * i] / pairs[2 * i + 1] for i, name in enumerate(own.ratios) if pairs[2 * i + 1]}
     count = max(1.0, count)
     return {
         "reward": reward / count,
@@ -80,17 +91,17 @@ def figures(
         "answers": count,
         "answer_tokens": length / count,
         "truncated": cut / count,
-        "informative": used / questions,
+        "informative": used / groups,
         "unjudged": unjudged,
         "rejected": rejected,
-        "replaced": others,
+        "replaced": replaced,
         "staleness_max": oldest.item(),
-        "staleness_mean": age / max(1.0, tokens),
+        "staleness_mean": stale / max(1.0, tokens),
     }
 
 
-def write_transcript(folder: Path, step: int, groups: Sequence[Group]) -> None:
-    """What was asked, answered and how it was judged, one line per answer."""
+def write_transcript(folder: Path, step: int, groups: Sequence[AnswerGroup]) -> None:
+    """Write one line per answer: question, answer, reward, tokens, version."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps(

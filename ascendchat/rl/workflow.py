@@ -30,8 +30,8 @@ from ascendchat.engine.engine import Engine, RequestState
 from ascendchat.engine.request import Completion, Generator, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.rl.episode import Trajectory, run_episode
-from ascendchat.rl.rewards import Asked, Judge, row_of
-from ascendchat.rl.rollout import Generate, Group, Question, answer_seed
+from ascendchat.rl.rewards import Judge, JudgeRequest, row_of
+from ascendchat.rl.rollout import AnswerGroup, Generate, TaskQuestion, answer_seed
 from ascendchat.sandbox.pool import WORKERS, Failure, Pool, Questions
 
 ELSEWHERE = 256  # episodes under way at once when the generator is not in this process
@@ -39,14 +39,14 @@ UNLIMITED = 1 << 30  # episodes in one process: how many there are is decided he
 
 
 def turn_seed(seed: int, number: int, sample: int, turn: int) -> int:
-    """Of the noise of one turn; the first is that of an answer without a workflow."""
+    """Sampling seed of one turn; that of the first is the seed of an answer without a workflow."""
     first = answer_seed(seed, number, sample)
     return first if not turn else int.from_bytes(hashlib.sha256(f"{first} {turn}".encode()).digest()[:7], "big")
 
 
 @dataclass(eq=False)
 class _Batch:
-    """What an episode has asked at once, and the answers so far: they go back together."""
+    """The questions that an episode asked at once, and the answers so far: they go back together."""
 
     episode: int
     questions: Questions
@@ -87,9 +87,11 @@ class Workflows:
             self.pool.close()
             raise UserError(f"--workflow {name}: {problem}; write try-again, calculator or module:function") from None
 
-    def groups(self, asked: Sequence[Question], samples: int, generate: Generate | None = None) -> list[Group]:
-        """The episodes of these questions. A generator elsewhere is asked by `generate`, which gives whole answers."""
-        episodes = [(question, sample) for question in asked for sample in range(samples)]
+    def groups(
+        self, questions: Sequence[TaskQuestion], samples: int, generate: Generate | None = None
+    ) -> list[AnswerGroup]:
+        """Run `samples` episodes of each question. `generate`: asks a remote generator, for whole answers."""
+        episodes = [(question, sample) for question in questions for sample in range(samples)]
         ask = generate or self.generator.generate
         way = _Elsewhere(self, episodes, ask) if self.generator.elsewhere else _Here(self, episodes)
         found = [self.accept(question, outcome) for (question, _), outcome in zip(episodes, way.run())]
@@ -99,10 +101,10 @@ class Workflows:
             raise UserError(
                 f"--workflow {self.name} has finished none of {self.tried} episodes: {self.problem}; mend it"
             )
-        parts = [found[i * samples : (i + 1) * samples] for i in range(len(asked))]
-        return [group_of(question, [one for one in part if one], samples) for question, part in zip(asked, parts)]
+        parts = [found[i * samples : (i + 1) * samples] for i in range(len(questions))]
+        return [group_of(question, [one for one in part if one], samples) for question, part in zip(questions, parts)]
 
-    def accept(self, question: Question, outcome: Future[Any]) -> Trajectory | None:
+    def accept(self, question: TaskQuestion, outcome: Future[Any]) -> Trajectory | None:
         """A trajectory that can be trained on, or None; the first problem is said."""
         try:
             trajectory: Trajectory | None = outcome.result()
@@ -127,7 +129,7 @@ class Workflows:
 class _Episodes:
     """The episodes of one call on their way."""
 
-    def __init__(self, flows: Workflows, episodes: Sequence[tuple[Question, int]], width: int) -> None:
+    def __init__(self, flows: Workflows, episodes: Sequence[tuple[TaskQuestion, int]], width: int) -> None:
         self.flows, self.episodes, self.width = flows, episodes, width
         self.inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.outcomes: list[Future[Any]] = [Future() for _ in episodes]
@@ -135,7 +137,7 @@ class _Episodes:
         self.batches: dict[int, list[_Batch]] = {}  # of each episode under way: what it has asked
 
     def begin(self) -> None:
-        """As many as there is room for."""
+        """Begin as many episodes as there is room for."""
         while self.waiting and len(self.batches) < self.width:
             number = self.waiting.popleft()
             question, _ = self.episodes[number]
@@ -192,7 +194,7 @@ class _Episodes:
 
     def judge(self, batch: _Batch, place: int, reply: str, ids: list[int], finish: str) -> None:
         question, _ = self.episodes[batch.episode]
-        asked = Asked(question.task, question.index, reply, question.prompt, ids, finish)
+        asked = JudgeRequest(question.task, question.index, reply, question.prompt, ids, finish)
 
         def done(verdict: Future[Any]) -> None:
             self._hear(batch.episode, "answered", batch, place, verdict.result().reward, "")
@@ -222,7 +224,7 @@ class _Episodes:
 class _Here(_Episodes):
     """With the engine in this process, which takes a step when nobody else has anything to do."""
 
-    def __init__(self, flows: Workflows, episodes: Sequence[tuple[Question, int]]) -> None:
+    def __init__(self, flows: Workflows, episodes: Sequence[tuple[TaskQuestion, int]]) -> None:
         engine = flows.generator
         assert isinstance(engine, Engine)
         super().__init__(flows, episodes, len(engine.running))
@@ -273,7 +275,7 @@ class _Here(_Episodes):
 class _Elsewhere(_Episodes):
     """With a generator that is asked from many threads."""
 
-    def __init__(self, flows: Workflows, episodes: Sequence[tuple[Question, int]], ask: Generate) -> None:
+    def __init__(self, flows: Workflows, episodes: Sequence[tuple[TaskQuestion, int]], ask: Generate) -> None:
         super().__init__(flows, episodes, ELSEWHERE)
         self.ask = ask
         self.threads = ThreadPoolExecutor(ELSEWHERE, thread_name_prefix="episode")
@@ -302,7 +304,7 @@ class _Elsewhere(_Episodes):
 
 
 def check(trajectory: Trajectory, begin: int, context: int, vocab: int) -> None:
-    """What cannot be trained on is a ValueError. `begin`: the first token of every prompt."""
+    """Raise a ValueError for a trajectory that cannot be trained on. `begin`: the first token of every prompt."""
     size = len(trajectory.ids)
     if not size == len(trajectory.forced) == len(trajectory.logprobs) == len(trajectory.versions):
         raise ValueError("a trajectory has as many forced, logprobs and versions as ids")
@@ -319,7 +321,7 @@ def check(trajectory: Trajectory, begin: int, context: int, vocab: int) -> None:
         raise ValueError(f"the reward is {trajectory.reward}")
 
 
-def group_of(question: Question, trajectories: Sequence[Trajectory], samples: int) -> Group:
+def group_of(question: TaskQuestion, trajectories: Sequence[Trajectory], samples: int) -> AnswerGroup:
     """The group of a question; its prompt is what all trajectories begin with before the model writes."""
     begins = [one.ids[: one.forced.index(False)] for one in trajectories]
     shared = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*begins))
@@ -338,6 +340,6 @@ def group_of(question: Question, trajectories: Sequence[Trajectory], samples: in
     ]
     rewards = [float(one.reward or 0.0) for one in trajectories]
     right = [reward > 0 for reward in rewards]
-    return Group(
+    return AnswerGroup(
         replace(question, prompt=prompt), answers, rewards, len(answers), right=right, rejected=samples - len(answers)
     )

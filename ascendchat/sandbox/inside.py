@@ -1,6 +1,6 @@
 """Runs one untrusted program and watches it: the process between the evaluator and the program.
 
-    python -I -S -B inside.py < order.json > result.json       # started by `ascendchat.sandbox.run`, never by hand
+    python -I -S -B inside.py < order.json > result.json       # started by program.py, never by hand
 
 This file stands alone: only the standard library, and none of our modules. The order says which layers to use; a layer
 that was ordered and cannot be had ends the run with a message, never without it.

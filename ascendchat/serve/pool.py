@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 import pickle
 import signal
 import socket
@@ -31,6 +30,7 @@ from typing import Any, cast
 from ascendchat.config.serve import ServeConfig
 from ascendchat.engine.request import Request
 from ascendchat.errors import UserError
+from ascendchat.processes import ChildProcess, how_ended
 from ascendchat.remote.routing import Candidate, blocks_of, choose, remember
 from ascendchat.serve import counters
 from ascendchat.serve.worker_messages import (
@@ -99,7 +99,7 @@ class Process:
                 self.child.open(Open(self.pool.config, self.index), self.take)
                 await self.child.gone.wait()
                 status = await self.child.end()
-                how, self.killed = ended(status), status is not None and status < 0 and not self.hangs
+                how, self.killed = how_ended(status), status is not None and status < 0 and not self.hangs
             self.early_deaths = 0 if self.proven else self.early_deaths + 1
             if not self.pool.lost(self, how):
                 return
@@ -155,13 +155,6 @@ class Process:
             say(f"worker {self.index} has work and has said nothing for {limit:.0f} s; it is killed")
             self.hangs = True
             self.child.kill()
-
-
-def ended(status: int | None) -> str:
-    """The end of a process in words."""
-    if status is None:
-        return "it cannot be ended"
-    return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
 def pause_after(early_deaths: int) -> float:
@@ -703,22 +696,18 @@ class Child(asyncio.Protocol):
 
     def kill(self) -> None:
         """End it and whatever it has started, now."""
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended by itself
-                os.killpg(self.process.pid, signal.SIGKILL)
+        ChildProcess(self.process).kill()
 
     async def end(self) -> int | None:
         """Wait until it has ended, a moment by itself and then by force: its exit status, below 0 for a signal; None
         when it cannot be ended."""
         if self.gone.is_set():  # on its way out; so the status is its own
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return await asyncio.to_thread(self.process.wait, ENDING)
+            status = await asyncio.to_thread(ChildProcess(self.process).wait, ENDING)
+            if status is not None:
+                return status
         self.kill()
         self._transport.abort()
-        try:
-            return await asyncio.to_thread(self.process.wait, UNKILLABLE)
-        except subprocess.TimeoutExpired:
-            return None
+        return await asyncio.to_thread(ChildProcess(self.process).wait, UNKILLABLE)
 
     # ---- asyncio.Protocol ----------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class PublicNames(GenerateJsonSchema):
         return super().normalize_name(name.lstrip("_"))
 
 
-class Model(BaseModel):
+class _Model(BaseModel):
     """Exact: "1" is no number, 1 is no boolean, and no name goes unread."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, model_title_generator=public)
@@ -82,21 +82,21 @@ class Model(BaseModel):
 # ---- messages ----------------------------------------------------------------------------------
 
 
-class _TextPart(Model):
+class _TextPart(_Model):
     """Some text of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Model):
+class RefusalPart(_Model):
     """A refusal: an assistant said it instead of an answer."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-class _CalculatorPart(Model):
+class _CalculatorPart(_Model):
     """A call of the built-in calculator, or its result: how an answer of this server can be sent back whole."""
 
     type: Literal["tool", "output"]
@@ -107,14 +107,14 @@ AssistantPart = Annotated[_TextPart | RefusalPart | _CalculatorPart, Field(discr
 Parts = Annotated[list[Annotated[_TextPart, Field()]], Field(min_length=1, fail_fast=True)]
 
 
-class _CalledFunction(Model):
+class _CalledFunction(_Model):
     """Name and arguments; the arguments are JSON in a string."""
 
     name: ToolName
     arguments: str
 
 
-class ToolCall(Model):
+class ToolCall(_Model):
     """A call in an earlier answer; `index` is what a streaming client leaves behind."""
 
     id: Text
@@ -123,7 +123,7 @@ class ToolCall(Model):
     index: int | None = None
 
 
-class _SystemMessage(Model):
+class _SystemMessage(_Model):
     """Instructions for the assistant; the newer role `developer` means the same."""
 
     role: Literal["system", "developer"]
@@ -131,7 +131,7 @@ class _SystemMessage(Model):
     name: str | None = None
 
 
-class _UserMessage(Model):
+class _UserMessage(_Model):
     """The words of a person."""
 
     role: Literal["user"]
@@ -139,7 +139,7 @@ class _UserMessage(Model):
     name: str | None = None
 
 
-class AssistantMessage(Model):
+class AssistantMessage(_Model):
     """An earlier answer, as this server gave it."""
 
     role: Literal["assistant"]
@@ -153,7 +153,7 @@ class AssistantMessage(Model):
     function_call: None = None
 
 
-class ToolMessage(Model):
+class ToolMessage(_Model):
     """The result of a call."""
 
     role: Literal["tool"]
@@ -168,7 +168,7 @@ Message = Annotated[_SystemMessage | _UserMessage | AssistantMessage | ToolMessa
 # ---- tools and formats -------------------------------------------------------------------------
 
 
-class Function(Model):
+class Function(_Model):
     """A function that the client runs."""
 
     name: ToolName
@@ -177,20 +177,20 @@ class Function(Model):
     strict: bool | None = None
 
 
-class Tool(Model):
+class Tool(_Model):
     """A tool; its arguments fit the schema whether `strict` or not."""
 
     type: Literal["function"]
     function: Function
 
 
-class _ChosenFunction(Model):
+class _ChosenFunction(_Model):
     """The tool that must be called."""
 
     name: ToolName
 
 
-class ChosenTool(Model):
+class ChosenTool(_Model):
     """A call of this tool."""
 
     type: Literal["function"]
@@ -200,19 +200,19 @@ class ChosenTool(Model):
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool
 
 
-class TextFormat(Model):
+class _TextFormat(_Model):
     """No limits."""
 
     type: Literal["text"]
 
 
-class _JsonObjectFormat(Model):
+class _JsonObjectFormat(_Model):
     """Some JSON object."""
 
     type: Literal["json_object"]
 
 
-class _JsonSchema(Model):
+class _JsonSchema(_Model):
     """A schema with its name; the answer fits it whether `strict` or not."""
 
     name: ToolName
@@ -221,17 +221,17 @@ class _JsonSchema(Model):
     strict: bool | None = None
 
 
-class _JsonSchemaFormat(Model):
+class _JsonSchemaFormat(_Model):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
     json_schema: _JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | _JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[_TextFormat | _JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")]
 
 
-class _StreamOptions(Model):
+class _StreamOptions(_Model):
     """`include_usage`: a last chunk counts the tokens."""
 
     include_usage: bool | None = None
@@ -241,7 +241,7 @@ class _StreamOptions(Model):
 # ---- requests ----------------------------------------------------------------------------------
 
 
-class SamplingFields(Model):
+class SamplingFields(_Model):
     """Sampling and form of the answer: the fields that chat and text completions share."""
 
     model: str | None = Field(None, description="the served model; there is one")
@@ -280,7 +280,7 @@ class SamplingFields(Model):
         return self
 
 
-class TemplateOptions(Model):
+class TemplateOptions(_Model):
     """Variables of a Hugging Face model's chat template."""
 
     enable_thinking: bool | None = None
@@ -353,7 +353,7 @@ class CompletionRequest(SamplingFields):
     suffix: None = None
 
 
-class TokenizeRequest(Model):
+class TokenizeRequest(_Model):
     """POST /tokenize: a text, or messages."""
 
     model: str | None = None
@@ -372,7 +372,7 @@ class TokenizeRequest(Model):
         return self
 
 
-class DetokenizeRequest(Model):
+class DetokenizeRequest(_Model):
     """POST /detokenize"""
 
     model: str | None = None
@@ -384,7 +384,7 @@ class DetokenizeRequest(Model):
 # and `conversation` are refused.
 
 
-class _InputText(Model):
+class _InputText(_Model):
     """Some text of a message, a client's or an earlier answer's."""
 
     type: Literal["input_text", "output_text"]
@@ -393,7 +393,7 @@ class _InputText(Model):
     logprobs: list[Any] | None = None
 
 
-class InputMessage(Model):
+class InputMessage(_Model):
     """A message; an earlier answer may be sent back as it came."""
 
     type: Literal["message"] = "message"
@@ -403,7 +403,7 @@ class InputMessage(Model):
     status: str | None = None
 
 
-class _InputCall(Model):
+class _InputCall(_Model):
     """An earlier call of a tool."""
 
     type: Literal["function_call"]
@@ -414,7 +414,7 @@ class _InputCall(Model):
     status: str | None = None
 
 
-class InputCallOutput(Model):
+class InputCallOutput(_Model):
     """Its result."""
 
     type: Literal["function_call_output"]
@@ -434,7 +434,7 @@ InputItem = Annotated[
 ]
 
 
-class _FunctionTool(Model):
+class _FunctionTool(_Model):
     """A function that the client runs."""
 
     type: Literal["function"]
@@ -444,20 +444,20 @@ class _FunctionTool(Model):
     strict: bool | None = None
 
 
-class ChosenFunctionTool(Model):
+class ChosenFunctionTool(_Model):
     """The tool that must be called."""
 
     type: Literal["function"]
     name: ToolName
 
 
-class _JsonObject(Model):
+class _JsonObject(_Model):
     """Some JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchemaText(Model):
+class JsonSchemaText(_Model):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
@@ -467,14 +467,14 @@ class JsonSchemaText(Model):
     strict: bool | None = None
 
 
-class _TextOptions(Model):
+class _TextOptions(_Model):
     """The form of the text."""
 
-    format: Annotated[TextFormat | _JsonObject | JsonSchemaText, Field(discriminator="type")] | None = None
+    format: Annotated[_TextFormat | _JsonObject | JsonSchemaText, Field(discriminator="type")] | None = None
     verbosity: None = None
 
 
-class ResponsesRequest(Model):
+class ResponsesRequest(_Model):
     """POST /v1/responses"""
 
     model: str | None = None

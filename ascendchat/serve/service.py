@@ -26,7 +26,7 @@ LARGE = 1 << 14  # bytes of a request that is read in another process
 JSON_TYPE = re.compile(r"application/(.+\+)?json")
 
 
-class Generation(NamedTuple):
+class _Generation(NamedTuple):
     """An API request under way."""
 
     wanted: GenerationRequest
@@ -92,7 +92,7 @@ class Service:
             return read(path, content, self.model)
         return await self.large_requests.read(path, content, self.model)
 
-    async def generate(self, request: Request) -> Generation:
+    async def generate(self, request: Request) -> _Generation:
         """Queue all choices of a request, or none. Prompts of different API keys share nothing in the prefix cache:
         nobody finds out from it what others have asked."""
         wanted: GenerationRequest = await self.read(request)
@@ -110,7 +110,7 @@ class Service:
             for earlier in pending:
                 earlier.cancel()
             raise ApiError.of(error) from None
-        return Generation(wanted, pending, about)
+        return _Generation(wanted, pending, about)
 
     async def check(self, grammar: Grammar, param: str, owner: str) -> None:
         """Refuse a schema that cannot be used here, and not in the queue."""

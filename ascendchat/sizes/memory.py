@@ -190,21 +190,12 @@ def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: b
         "masters": 0 if size == FP32 else own * FP32,
         "gradients": total * FP32 + (own * FP32 if devices > 1 else 0),
         "optimizer": optimizer_state(shape, devices),
-        "mean_of_weights": 0,  # only of `base`, and only where there is room: mean_on_device
         "activations": acts,
         "logits": head,
         "workspace": work,
         "kernel_buffers": kernel_buffers(chip, rows * shape.seq_len, shape.qkv_dim),
         **outside(chip),
     }
-
-
-def mean_on_device(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool) -> int:
-    """Bytes of the mean of the last weights of `base` on a device, 0 if it has no room for it. No batch is chosen by
-    it: without room it lies on the host, where it costs a few hundredths of the time. A run that goes on finds it in
-    the same place."""
-    held, mean = training(shape, chip, devices, rows, checkpointing), FP32 * shared_out(shape, devices)[1]
-    return mean if sum(held.values()) + mean <= usable(chip) else 0
 
 
 def allocated(parts: dict[str, int]) -> int:

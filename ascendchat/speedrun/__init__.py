@@ -1,1 +1,1 @@
-"""`ascendchat speedrun`: every stage of a recipe, from text to a chat model."""
+"""All stages of a recipe, from text to a chat model: `ascendchat speedrun`."""

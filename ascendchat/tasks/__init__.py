@@ -1,26 +1,8 @@
-"""Tasks by name: what `ascendchat eval chat --tasks` examines, and what `mid` and `sft` take in `--data NAME=WEIGHT`.
+"""Tasks: questions with answers, to train on and to evaluate with.
 
+    from ascendchat.tasks.named import load
     load("mmlu"), load("gsm8k", "train"), load("smoltalk", "train"), load("my.jsonl", "train"), load("toy_fact_zh")
 
-base.py says what a task is, named.py which there are. They are imported when asked for: the processes of reward
-functions (sandbox/process.py) need nothing of them, and would take 0.4 s more to start, each.
+base.py defines a task, named.py lists those with a name. Nothing is imported here: the processes of reward functions
+(sandbox/process.py) need none of them, and each would start 0.4 s later.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ascendchat.tasks.base import Task
-    from ascendchat.tasks.named import EVALUATIONS, knows, load, pass_at_k
-
-
-__all__ = ["EVALUATIONS", "Task", "knows", "load", "pass_at_k"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ascendchat.tasks import named
-
-    return getattr(named, name)

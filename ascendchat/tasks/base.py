@@ -1,4 +1,4 @@
-"""What a task is: rows that can be learned from and examined with.
+"""The interface of a task: rows to train on and to evaluate with.
 
 task = tasks.load("gsm8k", "train")                       # see tasks/named.py for the names
 task.example(3)                                           # a whole conversation, for training
@@ -13,18 +13,18 @@ from typing import Any, Literal
 
 from ascendchat.data.chat.template import Conversation, text_of
 
-TaskKind = Literal["choice", "reply", "dialog"]  # examined by letters, by what is said, or not at all
+TaskKind = Literal["choice", "reply", "dialog"]  # evaluated by letters' logits, by generated replies, or not at all
 
 
 class Task:
-    """Rows of one kind. A subclass says how many there are and what each holds."""
+    """Rows of one kind. A subclass gives their number and content."""
 
     name: str = ""
     split: str = ""
     kind: TaskKind = "dialog"
     language: str = ""  # "en", "zh" or "" for both
     baseline: float = 0.0  # accuracy of guessing
-    notices: Sequence[str] = ()  # what had to be left out when it was read, in a line each
+    notices: Sequence[str] = ()  # lines about what was left out when it was read
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -41,7 +41,7 @@ class Task:
         return messages
 
     def question(self, index: int) -> str:
-        """What is asked, bare: by this an evaluation question is recognised in training data."""
+        """The bare question, by which an evaluation row is recognised in training data."""
         return text_of(self.prompt(index)[-1]["content"])
 
     def letters(self, index: int) -> Sequence[str]:
@@ -49,19 +49,19 @@ class Task:
         raise NotImplementedError
 
     def answer(self, index: int) -> int:
-        """Which of `letters` is right."""
+        """Index of the right one among `letters`."""
         raise NotImplementedError
 
     def right_choice(self, index: int) -> str:
-        """The words of the right choice; empty where nothing is chosen from."""
+        """The words of the right choice; empty if the task has no choices."""
         return ""
 
     def correct(self, index: int, reply: str) -> bool:
-        """Whether the visible text of a reply is right. Safe to call from several threads."""
+        """True if the visible text of a reply is right. Safe to call from several threads."""
         raise NotImplementedError
 
     def row(self, index: int) -> dict[str, Any]:
-        """What a reward may want to know besides the question and its answer."""
+        """Columns that a reward may need besides the question and its answer."""
         return {}
 
     def __iter__(self) -> Iterator[Conversation]:

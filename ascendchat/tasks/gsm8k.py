@@ -1,4 +1,4 @@
-"""GSM8K: word problems of primary school, solved with the calculator; the answer stands behind ####.
+"""GSM8K: word problems of primary school, solved with the calculator; the answer follows ####.
 
 Gsm8k("test", source="DIR").correct(0, "... 9 * 2 = 18\\n#### 18")           # `ascendchat eval chat --tasks gsm8k`
 """
@@ -13,20 +13,20 @@ from ascendchat.data.chat.tables import TableRow
 from ascendchat.data.chat.template import Conversation
 from ascendchat.errors import UserError
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.files import SPLIT, set_rows
+from ascendchat.tasks.eval_files import SPLIT, set_rows
 
 SIGN = r"[-+\u2212]"  # \u2212: a minus sign
 POWER = r"[eE][-+]?\d"
 DECIMAL = rf"(?:(?<!\d){SIGN})?(?:\d+(?:,\d+)*(?:\.\d+)?|(?<!\d)\.\d+)(?:{POWER}+(?![A-Za-z\d]))?"
 NUMBER = rf"(?:(?<!\d/){DECIMAL}/\d+(?![/.,]?\d|{POWER})|{DECIMAL})"  # 1/2 is one number, 3/4/2024 are three
-OTHER = rf"[/.,^]?\d|\.?{POWER}|\*\*?\d"  # behind a number: it is a part of another one
-# No blank can be taken in two ways, so it takes linear time over what a degenerate model writes
+OTHER = rf"[/.,^]?\d|\.?{POWER}|\*\*?\d"  # after a number: it is a part of another one
+# No blank can match in two ways, so it takes linear time over the output of a degenerate model
 FINAL = re.compile(rf"####\s*(?:\*\*\s*)?(?:\$\s*)?((?:{SIGN}\s+)?{NUMBER})(?!{OTHER})")
 SIGNED = re.compile(rf"({SIGN})\s+(?=[.\d])")
 
 
 def as_number(text: str) -> Decimal | None:
-    """1,000 and $1000.00 and 1e3 are the same, 1/2 and .5 too, and - 3 is -3; None of what is no number."""
+    """Parse a number: 1,000 and $1000.00 and 1e3 are equal, 1/2 and .5 too, and - 3 is -3; None if it is no number."""
     text = text.strip().lstrip("$")
     if apart := SIGNED.match(text):
         text = apart[1] + text[apart.end() :]
@@ -39,13 +39,13 @@ def as_number(text: str) -> Decimal | None:
 
 
 def final_number(reply: str) -> Decimal | None:
-    """The number behind the last ####."""
+    """The number after the last ####."""
     numbers = FINAL.findall(reply)
     return as_number(numbers[-1]) if numbers else None
 
 
 class Gsm8k(Task):
-    """7,473 problems to learn from, 1,319 to be examined with."""
+    """7,473 problems to train on, 1,319 to evaluate with."""
 
     name, kind, language = "gsm8k", "reply", "en"
 
@@ -57,15 +57,15 @@ class Gsm8k(Task):
 
     @staticmethod
     def _row(row: TableRow) -> tuple[str, str]:
-        """Question and answer; one that is a bare number is given the form that is asked of replies."""
-        asked, answer = row["question"], str(row["answer"]).strip()
-        if not isinstance(asked, str):
+        """Parse question and answer; an answer that is a bare number gets the form that replies must have."""
+        question, answer = row["question"], str(row["answer"]).strip()
+        if not isinstance(question, str):
             raise ValueError("its question is not text")
         if final_number(answer) is None:
             if as_number(answer) is None:
                 raise ValueError(f"its answer {answer[-60:]!r} is no number and has none behind ####")
             answer = f"#### {answer}"
-        return asked.strip(), answer
+        return question.strip(), answer
 
     def __len__(self) -> int:
         return len(self.rows)

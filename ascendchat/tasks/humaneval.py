@@ -18,7 +18,7 @@ from ascendchat.data.chat.tables import TableRow
 from ascendchat.data.chat.template import Conversation
 from ascendchat.errors import UserError
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.files import set_rows
+from ascendchat.tasks.eval_files import set_rows
 
 # fence (``` or ~~~), info, code; none of its parts can be divided in two ways, so it takes linear time
 CODE_BLOCK = re.compile(r"^[^`\n]*?(`|(?<!~)~)\1\1+([^`~\n]*)\n(.*?)(?:\1{3,}|\Z)", re.DOTALL | re.MULTILINE)
@@ -34,8 +34,9 @@ def defines(code: str, name: str) -> bool:
 
 
 def code_of(reply: str, name: str) -> str:
-    """The first code block of a reply that defines the function, else the first that can be Python, else the first, or
-    all of the reply. A function that is indented as a whole, as in a list, loses that; a bare body does not."""
+    """Extract the first code block of a reply that defines the function, else the first that can be Python, else the
+    first, or all of the reply. A function that is indented as a whole, as in a list, loses that; a bare body does
+    not."""
     blocks = CODE_BLOCK.findall(reply)
     codes = [code for _, _, code in blocks] or [reply]
     for code in codes:
@@ -46,35 +47,36 @@ def code_of(reply: str, name: str) -> str:
 
 
 def program(reply: str, test: str | Sequence[str], starter: str = "", entry_point: str = "") -> tuple[str, str]:
-    """The answer behind what the question gives (`starter`: imports, other functions, the head of the function), and
-    the tests: one text or several, run behind the answer. HumanEval's define check(f), and `entry_point` names f. A
-    ValueError where they would run nothing of the answer, since then every answer would be right."""
+    """Build (answer, tests) as programs: the answer follows the question's `starter` (imports, other functions, the
+    head of the function), the tests, one text or several, run after the answer. HumanEval's define check(f), and
+    `entry_point` names f. Tests that would run nothing of the answer are a ValueError, since then every answer
+    would be right."""
     tests = test if isinstance(test, str) else "\n".join(test)
     call = f"\n\ncheck({entry_point})\n" if entry_point and defines(tests, "check") else "\n"
-    if idle := runs_nothing(f"{tests}{call}"):
-        raise ValueError(idle)
-    code, given = code_of(reply, entry_point), starter
+    if lacking := runs_nothing(f"{tests}{call}"):
+        raise ValueError(lacking)
+    code, head = code_of(reply, entry_point), starter
     if entry_point and defines(code, entry_point) and f"def {entry_point}" in starter:  # else only the body
-        given = starter[: starter.rindex(f"def {entry_point}")]
-    return f"{given}{code}\n", f"{tests}{call}"
+        head = starter[: starter.rindex(f"def {entry_point}")]
+    return f"{head}{code}\n", f"{tests}{call}"
 
 
 @lru_cache(maxsize=1024)  # many answers have the same tests
 def runs_nothing(tests: str) -> str:
-    """What tests lack that only define functions, or have no statement at all; "" of others."""
+    """Tell what tests lack that only define functions, or have no statement at all; "" of others."""
     try:
         tree = ast.parse(tests)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""  # the sandbox says so: no answer is right
     if defines(tests, "check") and not any(_is_call(node, "check") for node in ast.walk(tree)):
         return "its test defines check(), which nothing calls: the column entry_point must name the function to check"
-    left: list[ast.AST] = [tree]
-    while left:
-        node = left.pop()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
         if isinstance(node, (ast.Call, ast.Assert, ast.Raise)):
             return ""
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            left += ast.iter_child_nodes(node)
+            pending += ast.iter_child_nodes(node)
     return "its column test runs nothing: it needs an assert, or a call of the functions that it defines"
 
 
@@ -83,8 +85,8 @@ def _is_call(node: ast.AST, name: str) -> bool:
 
 
 def judged(answer: str, tests: str) -> sandbox.Result:
-    """Run them in the sandbox, for as long and with as much memory as a small function needs. What the answer does only
-    as a program (`if __name__ == "__main__"`) it does not do here, and where it exits its tests run all the same."""
+    """Run answer and tests in the sandbox, within the time and memory of a small function. Code under
+    `if __name__ == "__main__"` does not run, and where the answer exits its tests run all the same."""
     return sandbox.run(tests, first=answer, seconds=SECONDS, memory=MEMORY)
 
 
@@ -96,7 +98,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 class HumanEval(Task):
-    """All of it is for examination."""
+    """164 functions, all for evaluation."""
 
     name, split, kind, language = "humaneval", "test", "reply", "en"
 

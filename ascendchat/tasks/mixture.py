@@ -26,31 +26,31 @@ from ascendchat.data.mixture import WeightedRows, fingerprint, is_held_out, pars
 from ascendchat.data.prepare import TOYWORLD
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.errors import UserError
-from ascendchat.tasks.files import NoFiles
+from ascendchat.tasks.eval_files import NoFiles
 from ascendchat.tasks.named import EVALUATIONS, load
 from ascendchat.tasks.overlap import OverlapFinder
 
-VALIDATION = 0.02  # share of an entry's conversations that is kept for validation
+DEFAULT_HELD_OUT = 0.02  # share of an entry's conversations that is held out for validation
 
 Say = Callable[[str], None]
 Pack = Callable[[Iterable[Conversation], Counts], ChatRows]
 
 
 @dataclass(frozen=True)
-class Portion:
-    """What is taken of each entry that has conversations."""
+class EntryOptions:
+    """Limits for each entry that has conversations."""
 
-    held_out: float = VALIDATION  # for validation: a share, or from 1 on a number of conversations; 0: none
-    most: int | None = None  # conversations at most
+    held_out: float = DEFAULT_HELD_OUT  # for validation: a share, or from 1 on a number of conversations; 0: none
+    max_conversations: int | None = None
 
     def share(self, conversations: int) -> float:
-        """That is held out of so many conversations."""
+        """Share of so many conversations that is held out."""
         return self.held_out if self.held_out < 1 else min(0.5, self.held_out / max(1, conversations))
 
 
 @dataclass(frozen=True)
 class ChatMixture:
-    """An opened mixture."""
+    """An opened mixture: rows to train on, and rows and texts to validate on."""
 
     sources: list[WeightedRows]  # to train on
     validation: list[ChatRows]  # conversations that are not trained on, one for each entry that has conversations
@@ -64,7 +64,7 @@ class ChatMixture:
 
     @property
     def facts(self) -> list[Any]:
-        """Fingerprint and weights: what a resumed run must have in common with the one it continues."""
+        """Fingerprint and weights, which a resumed run must have in common with the one it continues."""
         return [fingerprint(self.sources), *[weight for _, weight in self.sources]]
 
 
@@ -78,11 +78,11 @@ def open_chat_mixture(
     source: str = "",
     find_overlaps: bool = True,
     say: Say = print,
-    portion: Portion = Portion(),  # noqa: B008 (it cannot be changed)
+    options: EntryOptions = EntryOptions(),  # noqa: B008 (it cannot be changed)
     packing: bool = True,
 ) -> ChatMixture:
     """Read every entry once. `source` is a folder with local copies of data sets and evaluations; evaluation questions
-    are looked for only if their sets are in it. Entries without a weight count by their rows. Without `packing` a row
+    are searched for only if their sets are in it. Entries without a weight count by their rows. Without `packing` a row
     holds one conversation."""
     entries = parse_mixture(data)
     finder = overlap_finder([name for name, _ in entries], source, say) if find_overlaps else None
@@ -100,36 +100,38 @@ def open_chat_mixture(
             opened.texts.extend(corpus for corpus, _ in open_corpora([name], "val", needed=False))
         else:
             if name == TOYWORLD:
-                rows, validation = open_toyworld(stage, seed, pack, say, portion)
+                rows, validation = open_toyworld(stage, seed, pack, say, options)
             else:
-                rows, validation = open_conversations(name, source, finder, pack, say, portion)
+                rows, validation = open_conversations(name, source, finder, pack, say, options)
             if validation is not None:
                 opened.validation.append(validation)
         opened.sources.append((rows, float(rows.per_epoch) if weight is None else weight))
     return opened
 
 
-def open_toyworld(stage: str, seed: int, pack: Pack, say: Say, portion: Portion) -> tuple[ChatRows, ChatRows | None]:
-    """The embedded conversations of a stage (`mid` or `sft`): rows to train on and rows to validate on."""
-    train = itertools.islice(toyworld.chats("train", kind=stage, seed=seed), portion.most)
+def open_toyworld(
+    stage: str, seed: int, pack: Pack, say: Say, options: EntryOptions
+) -> tuple[ChatRows, ChatRows | None]:
+    """Open the embedded conversations of a stage (`mid` or `sft`): (rows to train on, rows to validate on)."""
+    train = itertools.islice(toyworld.chats("train", kind=stage, seed=seed), options.max_conversations)
     rows = _pack_and_say(TOYWORLD, train, pack, say)
-    kept = portion.held_out > 0
-    return rows, pack(toyworld.chats("validation", kind=stage, seed=seed), Counts()) if kept else None
+    holds_out = options.held_out > 0
+    return rows, pack(toyworld.chats("validation", kind=stage, seed=seed), Counts()) if holds_out else None
 
 
 def open_conversations(
-    name: str, source: str, finder: OverlapFinder | None, pack: Pack, say: Say, portion: Portion
+    name: str, source: str, finder: OverlapFinder | None, pack: Pack, say: Say, options: EntryOptions
 ) -> tuple[ChatRows, ChatRows | None]:
-    """Rows to train on and rows to validate on of a file or a task, which is read once."""
+    """Open a file or a task, reading it once: (rows to train on, rows to validate on)."""
     task, held = load(name, "train", source), list[Conversation]()
     for notice in task.notices:
         say(notice)
-    count = min(len(task), portion.most or len(task))
-    taken = itertools.islice(finder.over(task) if finder else task, count)
-    if not portion.held_out:
-        return _pack_and_say(name, taken, pack, say), None
-    train = hold_out(taken, held, portion.share(count))
-    begin: list[Conversation] = []  # up to the first with a reply
+    count = min(len(task), options.max_conversations or len(task))
+    conversations = itertools.islice(finder.over(task) if finder else task, count)
+    if not options.held_out:
+        return _pack_and_say(name, conversations, pack, say), None
+    train = hold_out(conversations, held, options.share(count))
+    begin: list[Conversation] = []  # up to the first with a reply, so that there is something to train on
     for conversation in train:
         begin.append(conversation)
         if has_reply(conversation):
@@ -150,7 +152,7 @@ def _pack_and_say(name: str, conversations: Iterable[Conversation], pack: Pack, 
 
 
 def held_out_rows(names: Sequence[str], source: str, tokenizer: Tokenizer, seq_len: int, say: Say) -> list[ChatRows]:
-    """Files or tasks that only validate, whole, as rows."""
+    """Pack files or tasks that only validate, whole, as rows."""
     rows = []
     for name in names:
         task, counts = load(name, source=source), Counts()
@@ -161,10 +163,10 @@ def held_out_rows(names: Sequence[str], source: str, tokenizer: Tokenizer, seq_l
 
 
 def hold_out(
-    conversations: Iterable[Conversation], held: list[Conversation], share: float = VALIDATION
+    conversations: Iterable[Conversation], held: list[Conversation], share: float = DEFAULT_HELD_OUT
 ) -> Iterator[Conversation]:
-    """The conversations to train on, in one pass over all; those that are kept for validation go to `held`. One without
-    a reply cannot validate: it goes on, to be counted with the others that are left out."""
+    """Yield the conversations to train on, in one pass over all; those held out for validation go to `held`. One
+    without a reply cannot validate: it is yielded, to be counted with the others that are left out."""
     for conversation in conversations:
         content = json.dumps(conversation, sort_keys=True).encode()
         if is_held_out(content, share) and has_reply(conversation):
@@ -174,15 +176,15 @@ def hold_out(
 
 
 def overlap_finder(names: Sequence[str], source: str, say: Say = print) -> OverlapFinder | None:
-    """Looks for the questions of the evaluations in `source`; None if there is nothing to look for or to look in. One
-    that cannot be read is named."""
+    """Prepare the search for questions of the evaluations in `source`; None if there is nothing to search for or in. An
+    evaluation that cannot be read is named."""
     if not source or all(name == TOYWORLD or is_prepared(name) for name in names):
         return None
     evaluations = []
     for name in EVALUATIONS:
         try:
             evaluations.append(load(name, source=source))
-        except NoFiles:  # so the model will not be examined from there either
+        except NoFiles:  # so the model will not be evaluated from there either
             continue
         except UserError as error:
             say(f"questions of {name} are not looked for in the training data: {error}")

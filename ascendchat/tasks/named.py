@@ -1,4 +1,4 @@
-"""The tasks that have a name, and how one is loaded. __init__.py passes these on."""
+"""The tasks that have a name, and `load`, which finds one by it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ from pathlib import Path
 
 from ascendchat.data.chat.dataset_info import is_listed
 from ascendchat.data.fetch import SETS
-from ascendchat.data.fetch.sources import ALSO
+from ascendchat.data.fetch.sources import ALIASES
 from ascendchat.data.prepare import TOYWORLD
 from ascendchat.errors import UserError, nearest
 from ascendchat.tasks import toy
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.choice import EXAMS, Exam
 from ascendchat.tasks.dialog import Dialog
 from ascendchat.tasks.gsm8k import Gsm8k
 from ascendchat.tasks.humaneval import HumanEval, pass_at_k
+from ascendchat.tasks.multiple_choice import BENCHMARKS, MultipleChoice
 
 __all__ = ["EVALUATIONS", "Task", "knows", "load", "pass_at_k"]
 
-# Everything that can be examined, in the order of the printed table.
+# All evaluations, in the order of the printed table.
 EVALUATIONS = ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "ceval", "cmmlu", *toy.TOY_TASKS)
 CHATS = ("toy_mid", "toy_sft")
 
 
 def knows(name: str) -> bool:
-    """Whether a name needs no file: that of a task, or of a data set of `ascendchat data fetch`."""
-    named = (*EVALUATIONS, *CHATS, *EXAMS, *toy.TOY_EXAMS, "toy_problems", TOYWORLD)
-    return name in named or ALSO.get(name, name) in SETS
+    """True if a name needs no file: that of a task, or of a data set of `ascendchat data fetch`."""
+    names = (*EVALUATIONS, *CHATS, *BENCHMARKS, *toy.TOY_EXAMS, "toy_problems", TOYWORLD)
+    return name in names or ALIASES.get(name, name) in SETS
 
 
 def load(name: str, split: str = "", source: str = "") -> Task:
-    """A task by its name, or conversations from a file or folder. No split: the one that models are examined on."""
-    if name in EXAMS:
-        return Exam(name, split, source)
+    """Load a task by its name, or conversations from a file or folder. No split: the one that models are evaluated
+    on."""
+    if name in BENCHMARKS:
+        return MultipleChoice(name, split, source)
     if name == "gsm8k":
         return Gsm8k(split or "test", source)
     if name == "humaneval":
@@ -45,7 +46,7 @@ def load(name: str, split: str = "", source: str = "") -> Task:
         _, topic, language = name.split("_")
         return toy.ToyExam(topic, language, split or "test")
     path = Path(name).expanduser()
-    if path.exists() or ALSO.get(name, name) in SETS or is_listed(path):
+    if path.exists() or ALIASES.get(name, name) in SETS or is_listed(path):
         return Dialog(name, split or "train", source)
-    known = [*EVALUATIONS, *CHATS, *(s.name for s in SETS.values() if s.use == "chat")]
-    raise UserError(f"{name!r} is neither a task nor a file; {nearest(name, known)}")
+    names = [*EVALUATIONS, *CHATS, *(s.name for s in SETS.values() if s.use == "chat")]
+    raise UserError(f"{name!r} is neither a task nor a file; {nearest(name, names)}")

@@ -1,7 +1,7 @@
-"""Evaluation questions in training data: looked for while the data is read, so that nothing is read for this alone.
+"""Contamination: evaluation questions in training data, searched for while the data is read anyway.
 
-finder = OverlapFinder([tasks.load("mmlu"), tasks.load("gsm8k")])
-for conversation in finder.over(tasks.load("talk.jsonl", "train")): ...    # `ascendchat mid`, `ascendchat sft`
+finder = OverlapFinder([load("mmlu"), load("gsm8k")])
+for conversation in finder.over(load("talk.jsonl", "train")): ...    # `ascendchat mid`, `ascendchat sft`
 finder.lines()                                            # how many of each evaluation, and the first few
 
 A question is found where a user says all of it (case, width, punctuation and spaces aside). Of multiple choice the
@@ -24,8 +24,8 @@ from ascendchat.files import write_atomic
 from ascendchat.runs.console import inert
 from ascendchat.tasks.base import Task
 
-SHOWN_OVERLAPS = 3  # examples for each evaluation
-SIGNS = {number: " " for number in range(128) if not chr(number).isalnum()}
+MAX_SHOWN_OVERLAPS = 3  # for each evaluation
+SIGNS = {number: " " for number in range(128) if not chr(number).isalnum()}  # table for str.translate
 
 
 class Overlap(NamedTuple):
@@ -38,21 +38,21 @@ class Overlap(NamedTuple):
     question: str
 
     def line(self) -> str:
-        """One line for the log."""
+        """Format one line for the log."""
         shown = inert(" ".join(self.question.split()))
         return f"{self.evaluation} row {self.row} is in {self.training} row {self.training_row}: {shown[:80]}"
 
 
 def normal(text: str) -> str:
-    """The same question however it is written: case, width, punctuation and spaces do not count."""
-    if text.isascii():  # the same, several times as fast
+    """Normalise a question: case, width, punctuation and spaces do not count."""
+    if text.isascii():  # the result of the line below, several times as fast
         return " ".join(text.lower().translate(SIGNS).split())
     return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).lower()).strip()
 
 
 def questions_in(conversation: Conversation) -> Iterator[tuple[int, str]]:
-    """Everything a conversation asks, with the number of the message: each user's text, and of a multiple-choice
-    question the part before its list."""
+    """Yield the questions of a conversation, each with the number of its message: every user's text, and of a
+    multiple-choice question the part before its list."""
     for number, message in enumerate(conversation):
         if message["role"] == "user":
             text = text_of(message["content"])
@@ -63,7 +63,7 @@ def questions_in(conversation: Conversation) -> Iterator[tuple[int, str]]:
 
 
 def following(conversation: Conversation, number: int, question: str) -> str:
-    """What comes behind a question that begins a message: the rest of it, and all until the user speaks again."""
+    """The text after a question that begins a message: the rest of it, and all until the user speaks again."""
     rest = [text_of(conversation[number]["content"])[len(question) :]]
     for message in itertools.takewhile(lambda message: message["role"] != "user", conversation[number + 1 :]):
         rest.append(text_of(message["content"]))
@@ -71,11 +71,12 @@ def following(conversation: Conversation, number: int, question: str) -> str:
 
 
 def contains_words(text: str, words: str) -> bool:
-    """Whether these words stand in a text; `sun` does not stand in `sunlight`. Mere signs are taken as they are."""
-    wanted = normal(words)
-    if not wanted:
+    """True if a text contains these words; `sun` is not in `sunlight`. Words that are only signs are compared as
+    they are."""
+    normalised = normal(words)
+    if not normalised:
         return words.strip() in text
-    return re.search(rf"(?<![a-z0-9]){re.escape(wanted)}(?![a-z0-9])", normal(text)) is not None
+    return re.search(rf"(?<![a-z0-9]){re.escape(normalised)}(?![a-z0-9])", normal(text)) is not None
 
 
 def label(task: Task) -> str:
@@ -83,7 +84,7 @@ def label(task: Task) -> str:
 
 
 class OverlapFinder:
-    """Looks for the questions of some evaluations in conversations that pass by."""
+    """Searches conversations that pass by for the questions of some evaluations."""
 
     def __init__(self, evaluation: Sequence[Task]) -> None:
         self.evaluation = list(evaluation)
@@ -95,7 +96,7 @@ class OverlapFinder:
                     self._wanted.setdefault(question, []).append((task, row))
 
     def over(self, source: Task) -> Iterator[Conversation]:
-        """The conversations of a source, looked at as they are taken."""
+        """Yield the conversations of a source, and search each."""
         for row, conversation in enumerate(source):
             self._look(label(source), row, conversation)
             yield conversation
@@ -109,31 +110,31 @@ class OverlapFinder:
                     self._overlaps.setdefault((overlap.evaluation, at, source), overlap)
 
     def overlaps(self) -> list[Overlap]:
-        """Each question once for each source that has it, at its first place there."""
+        """List each question once for each source that has it, at its first place there."""
         return sorted(self._overlaps.values())
 
     def lines(self) -> list[str]:
-        """For the log: of each evaluation how many questions, in which sources, and the first of them."""
-        lines, every = [], self.overlaps()
+        """Format for the log: of each evaluation the number of questions, their sources, and the first of them."""
+        lines, overlaps = [], self.overlaps()
         for task in self.evaluation:
-            mine = [overlap for overlap in every if overlap.evaluation == label(task)]
-            if mine:
-                sources = Counter(overlap.training for overlap in mine).most_common()
+            found_here = [overlap for overlap in overlaps if overlap.evaluation == label(task)]
+            if found_here:
+                sources = Counter(overlap.training for overlap in found_here).most_common()
                 where = ", ".join(f"{source} {count}" for source, count in sources)
-                questions, kind = len({overlap.row for overlap in mine}), f"{task.split} questions".strip()
+                questions, kind = len({overlap.row for overlap in found_here}), f"{task.split} questions".strip()
                 lines.append(f"{task.name}: {questions} of {len(task)} {kind} are in the mixture ({where})")
-                lines += [f"  {overlap.line()}" for overlap in mine[:SHOWN_OVERLAPS]]
+                lines += [f"  {overlap.line()}" for overlap in found_here[:MAX_SHOWN_OVERLAPS]]
         return lines
 
 
 def report_overlaps(finder: OverlapFinder | None, folder: Path, say: Callable[[str], None]) -> None:
-    """Say which evaluation questions stand in the mixture; where only the first are shown, all go to a file."""
+    """Print the evaluation questions in the mixture; if only the first are shown, all go to a file."""
     lines, overlaps = (finder.lines(), finder.overlaps()) if finder else ([], [])
     for line in lines:
         say(line)
-    whole = folder / "overlaps.txt"
+    path = folder / "overlaps.txt"
     if sum(line.startswith(" ") for line in lines) < len(overlaps):
-        write_atomic(whole, "".join(f"{overlap.line()}\n" for overlap in overlaps))
-        say(f"all {len(overlaps)} of them: {whole}")
+        write_atomic(path, "".join(f"{overlap.line()}\n" for overlap in overlaps))
+        say(f"all {len(overlaps)} of them: {path}")
     else:
-        whole.unlink(missing_ok=True)  # of an earlier run of this name
+        path.unlink(missing_ok=True)  # left by an earlier run of this name

@@ -1,4 +1,4 @@
-"""The toy world as tasks: conversations to learn from, and its examination by topic and language.
+"""The toy world as tasks: conversations to train on, and evaluations by topic and language.
 
 ToyChats("train", "sft")                          # `ascendchat sft --data toy_sft`
 ToyExam("fact", "zh", "test")                     # `ascendchat eval chat --tasks toy`
@@ -13,10 +13,10 @@ from ascendchat.data import toyworld
 from ascendchat.data.chat.template import Conversation
 from ascendchat.errors import UserError
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.dialog import Stored
+from ascendchat.tasks.dialog import ConversationStore
 
 TOY_EXAMS = tuple(f"toy_{topic}_{language}" for topic in toyworld.TOPICS for language in toyworld.LANGUAGES)
-TOY_TASKS = (*TOY_EXAMS, "toy_problems")  # everything that can be examined
+TOY_TASKS = (*TOY_EXAMS, "toy_problems")  # all evaluations
 PROBLEM_COUNT = {"train": 1000, "validation": 400, "test": 400}
 SPLIT_NAMES = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 
@@ -28,12 +28,12 @@ def _split(split: str) -> str:
 
 
 @lru_cache(maxsize=32)
-def _questions(split: str, seed: int, topic: str) -> list[toyworld.Question]:
+def _questions(split: str, seed: int, topic: str) -> list[toyworld.ToyQuestion]:
     return toyworld.questions(split, seed=seed, topic=topic)
 
 
-def _row(question: toyworld.Question) -> dict[str, Any]:
-    """For the term `toyworld` of a reward: rl/rewards.py."""
+def _row(question: toyworld.ToyQuestion) -> dict[str, Any]:
+    """Columns for the reward term `toyworld`: rl/rewards.py."""
     return {"accept": list(question.accept), "reject": list(question.reject), "rule": question.rule}
 
 
@@ -42,7 +42,7 @@ class ToyChats(Task):
 
     def __init__(self, split: str = "train", kind: str = "sft", seed: int = 0, count: int | None = None) -> None:
         self.name, self.split = f"toy_{kind}", split
-        self.stored = Stored(toyworld.chats(_split(split), kind=kind, seed=seed, count=count))
+        self.stored = ConversationStore(toyworld.chats(_split(split), kind=kind, seed=seed, count=count))
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -57,7 +57,7 @@ class ToyExam(Task):
     def __init__(self, topic: str, language: str, split: str = "test", seed: int = 0) -> None:
         self.name, self.split, self.language = f"toy_{topic}_{language}", split, language
         self.kind = "reply"
-        self.baseline = 0.25 if topic == "choice" else 0.0  # what guessing gives
+        self.baseline = 0.25 if topic == "choice" else 0.0  # accuracy of guessing
         self.questions = [q for q in _questions(_split(split), seed, topic) if q.language == language]
 
     def __len__(self) -> int:
@@ -77,14 +77,14 @@ class ToyExam(Task):
 
 
 class ToyProblems(Task):
-    """Word problems of two steps, for RL and its examination."""
+    """Word problems of two steps, for RL and its evaluation."""
 
     name, kind = "toy_problems", "reply"
 
     def __init__(self, split: str = "test", seed: int = 0, count: int | None = None) -> None:
         self.split = split
-        own = _split(split)
-        self.questions = toyworld.problems(own, seed=seed, count=count or PROBLEM_COUNT[own])
+        full_name = _split(split)
+        self.questions = toyworld.problems(full_name, seed=seed, count=count or PROBLEM_COUNT[full_name])
 
     def __len__(self) -> int:
         return len(self.questions)

@@ -1,5 +1,5 @@
-"""How long a run of `base` is: its tokens, steps and batch by the flags, or by the clock (--minutes), which chooses
-its depth and rows too.
+"""The length of a run of `base`: tokens, steps and batch by the flags, or by the clock (--minutes), which chooses depth
+and rows too.
 
     split, steps = plan_run(config, learner, corpora, saved, say)
 
@@ -27,7 +27,7 @@ from ascendchat.sizes.batch import MFU, MIN_STEPS, Split, batch_for, horizon, op
 from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.shape import Shape
 from ascendchat.train.loop import until_it_fits
-from ascendchat.train.model import Learner, learning
+from ascendchat.train.model import TrainModel
 from ascendchat.train.rows import share_out
 
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
@@ -43,7 +43,7 @@ Corpora = Sequence[tuple[Corpus, float]]  # with their weights in the mixture
 
 
 def shape_of(config: BaseConfig, vocab: int, depth: int | None = None) -> Shape:
-    """The model that the flags describe; `depth` where they say none."""
+    """Shape of the model that the flags describe; `depth` if they name none."""
     return Shape.from_depth(
         config.depth or depth or USUAL_DEPTH,
         vocab=vocab,
@@ -55,20 +55,20 @@ def shape_of(config: BaseConfig, vocab: int, depth: int | None = None) -> Shape:
     )
 
 
-def horizon_of(config: BaseConfig, shape: Shape) -> int:
-    """Tokens that the flags ask for; --steps and --minutes come on top."""
+def token_budget(config: BaseConfig, shape: Shape) -> int:
+    """Token budget of the flags, but for --steps and --minutes, which win over it."""
     if config.target_flops is not None:
         return config.tokens or max(1, int(config.target_flops / shape.train_flops_per_token))
     return config.tokens or horizon(shape, config.target_param_data_ratio)
 
 
 def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, total: int) -> tuple[Split, int]:
-    """How the devices share `total` tokens a step, unless another batch was asked for, and the steps over `tokens`."""
+    """Split `total` tokens a step, or the batch of the flags, over the devices; also the steps over `tokens`."""
     split = share_out(config, shape, device, config.total_batch_size or total)
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 
-def timed(fits: int, corpora: Corpora, seq_len: int, extra: int = 0, given: int | None = None) -> tuple[int, int]:
+def timed(fits: int, corpora: Corpora, seq_len: int, extra: int = 0, total_batch: int | None = None) -> tuple[int, int]:
     """Tokens and batch of a run with time for `fits` tokens. A step takes that of `extra` of them for the optimizer, a
     third of its time at most, unless its batch is `given`. No more than MAX_PASSES over the text; time left over goes
     into smaller steps."""
@@ -76,21 +76,21 @@ def timed(fits: int, corpora: Corpora, seq_len: int, extra: int = 0, given: int 
     while least < 2 * extra:
         least *= 2
     for _ in range(2):  # the batch follows the tokens
-        fits = max(1, int(room / (1 + extra / (given or batch_for(fits, least)))))
+        fits = max(1, int(room / (1 + extra / (total_batch or batch_for(fits, least)))))
     tokens = max(1, int(fits * min(1.0, MAX_PASSES / passes(corpora, fits))))
     batch, usual = batch_for(tokens, least, 2 * MIN_STEPS), batch_for(tokens, least)
     while batch < tokens and room < (TIME_LEFT if batch < usual else 1.0) * tokens * (1 + extra / batch):
         batch *= 2
-    return tokens, given or batch
+    return tokens, total_batch or batch
 
 
 def passes(corpora: Corpora, tokens: int) -> float:
-    """How often a run of `tokens` reads the corpus that it reads most often."""
+    """Number of times that a run of `tokens` reads the corpus that it reads most often."""
     whole = sum(weight for _, weight in corpora)
     return max(tokens * weight / whole / corpus.tokens for corpus, weight in corpora)
 
 
-def expected_horizon(config: BaseConfig, shape: Shape, chip: Chip) -> int:
+def expected_token_budget(config: BaseConfig, shape: Shape, chip: Chip) -> int:
     """Tokens that fit in --minutes by the chip's data sheet."""
     speed, world = (
         chip.flops * MFU[chip.device_type] * (FP8_GAIN if config.fp8 and chip.fp8 else 1.0),
@@ -111,11 +111,11 @@ def depth_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> int:
             shape = shape_of(config, vocab, depth)
         except UserError:  # --head-dim or --kv-heads are for other widths
             continue
-        needed = min(horizon_of(config, shape), whole)
+        needed = min(token_budget(config, shape), whole)
         large = shape.total_parameters > MAX_PARAMETERS * whole / MAX_PASSES
         held = training(shape, chip, collectives.world().size, 1, config.activation_checkpointing)
         fits = sum(held.values()) <= usable(chip)
-        if best and (large or not fits or needed > expected_horizon(config, shape, chip)):
+        if best and (large or not fits or needed > expected_token_budget(config, shape, chip)):
             break
         best = depth
     return best or LEAST_DEPTH
@@ -131,7 +131,7 @@ def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, in
     def seen(row: int) -> tuple[int, float]:
         """Tokens that there is time for, and steps."""
         shape = shape_of(replace(config, max_seq_len=row), corpora[0][0].vocab_size, depth)
-        fits = expected_horizon(config, shape, chip)
+        fits = expected_token_budget(config, shape, chip)
         tokens, total = timed(fits, corpora, row, optimizer_tokens(shape))
         return fits, tokens / total
 
@@ -145,7 +145,7 @@ def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, in
     return int(agreed[0].item()), int(agreed[1].item())
 
 
-def first_batch(learner: Learner, split: Split, corpora: Corpora, seed: int) -> MicroBatch:
+def first_batch(learner: TrainModel, split: Split, corpora: Corpora, seed: int) -> MicroBatch:
     """This rank's first micro-batch of the text."""
     rows, rank, world = split.rows, collectives.world().rank, collectives.world().size
     sources = [(TextRows(corpus, split.seq_len, seed), weight) for corpus, weight in corpora]
@@ -154,60 +154,60 @@ def first_batch(learner: Learner, split: Split, corpora: Corpora, seed: int) -> 
     return MicroBatch(inputs, targets, batch.lengths, split.total)
 
 
-def measured_speed(learner: Learner, batch: MicroBatch) -> float:
+def measured_speed(learner: TrainModel, batch: MicroBatch) -> float:
     """Tokens a second of this rank, over one micro-batch again and again."""
     tokens = batch.inputs.numel()
     weight = torch.tensor(1.0 / tokens, device=learner.place)
     learner.mean_over(tokens)
-    learn = learning(learner, batch, weight, weight, learner.model.zero_grad, keep=False)
     started, done = 0.0, 0
-    while not started or time.perf_counter() - started < SPEED_SECONDS:
-        learn(batch, weight, weight)
-        learner.device.synchronize()
-        done = done + tokens if started else 0  # the first one compiles
-        started = started or time.perf_counter()
-    return done / (time.perf_counter() - started)
+    with learner.forgetting_gradients():
+        while not started or time.perf_counter() - started < SPEED_SECONDS:
+            learner.forward_backward(batch, weight, weight)
+            learner.device.synchronize()
+            done = done + tokens if started else 0  # the first one compiles
+            started = started or time.perf_counter()
+        return done / (time.perf_counter() - started)
 
 
-def measured_horizon(
-    config: BaseConfig, learner: Learner, corpora: Corpora, split: Split, say: Callable[[str], None]
+def measured_token_budget(
+    config: BaseConfig, learner: TrainModel, corpora: Corpora, split: Split, say: Callable[[str], None]
 ) -> int:
     """Tokens that fit in --minutes, alike on all ranks: from the speed with the rows of `split`, or as many as fit."""
-    tried, found = [split], [0.0]
+    splits, speeds = [split], [0.0]
 
     def trial() -> None:
-        found.append(measured_speed(learner, first_batch(learner, tried[-1], corpora, config.seed)))
+        speeds.append(measured_speed(learner, first_batch(learner, splits[-1], corpora, config.seed)))
 
     def smaller() -> bool:
-        less = tried[-1].smaller()
-        tried.append(less or split)
+        less = splits[-1].smaller()
+        splits.append(less or split)
         return less is not None
 
     until_it_fits(trial, smaller, learner.model.zero_grad, learner.model, learner.device, say)
-    pace = torch.tensor(found[-1], device=collectives.place())
+    pace = torch.tensor(speeds[-1], device=collectives.place())
     collectives.all_reduce(pace, "min")  # a step waits for the slowest
     return max(1, int(pace.item() * collectives.world().size * (config.minutes or 0.0) * 60 * KEPT_SPEED))
 
 
 def plan_run(
-    config: BaseConfig, learner: Learner, corpora: Corpora, saved: Checkpoint | None, say: Callable[[str], None]
+    config: BaseConfig, learner: TrainModel, corpora: Corpora, saved: Checkpoint | None, say: Callable[[str], None]
 ) -> tuple[Split, int]:
     """Batch and steps: from the flags, or from the speed that was measured for --minutes."""
     shape, device = learner.model.shape, learner.device
-    tokens = horizon_of(config, shape)
+    tokens = token_budget(config, shape)
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     if config.minutes is None:
         return split, steps
-    given = split.total if config.total_batch_size or config.gradient_accumulation_steps else None
+    total_batch = split.total if config.total_batch_size or config.gradient_accumulation_steps else None
     if saved and "steps" in saved.state:  # not a model that was imported: train_stage refuses it
         total = saved.state["total_batch"]
         tokens = saved.state["steps"] * total
     else:
-        told = corpora, shape.seq_len, optimizer_tokens(shape), given
-        if given is None:
-            tokens, total = timed(expected_horizon(config, shape, device.chip), *told)
+        arguments = corpora, shape.seq_len, optimizer_tokens(shape), total_batch
+        if total_batch is None:
+            tokens, total = timed(expected_token_budget(config, shape, device.chip), *arguments)
             split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
-        tokens, total = timed(measured_horizon(config, learner, corpora, split, say), *told)
-    if given is None:
+        tokens, total = timed(measured_token_budget(config, learner, corpora, split, say), *arguments)
+    if total_batch is None:
         return steps_of(config, shape, device, tokens, total)
-    return split, config.num_iterations or max(1, round(tokens / given))
+    return split, config.num_iterations or max(1, round(tokens / total_batch))

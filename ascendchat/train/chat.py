@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config.train import ChatTrainConfig, MidConfig, SftConfig, StageName
@@ -25,8 +24,6 @@ from ascendchat.device import Device
 from ascendchat.engine.request import Sampling, prompt_room
 from ascendchat.models.open import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.models.trained import HFSource
-from ascendchat.nn import IGNORE
-from ascendchat.parallel import collectives
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
@@ -35,82 +32,100 @@ from ascendchat.sizes.shape import Shape
 from ascendchat.tasks.mixture import ChatMixture, default_data, open_chat_mixture
 from ascendchat.tasks.named import knows
 from ascendchat.tasks.overlap import report_overlaps
-from ascendchat.train.model import Learner, build
-from ascendchat.train.rows import SAMPLE_TOKENS, RowStage, share_out
+from ascendchat.train.evaluation import SAMPLE_TOKENS, Evaluation, continue_prompts, reply_loss, text_bits
+from ascendchat.train.model import TrainModel, build, optimizer_for
+from ascendchat.train.rows import (
+    RowStage,
+    curve,
+    learning_rates,
+    pretraining_rates,
+    row_facts,
+    row_identity,
+    share_out,
+)
 from ascendchat.train.run import train_stage, training_context, with_attend
-from ascendchat.train.stage import updates_of
+from ascendchat.train.stage import Optimizer, updates_of
 from ascendchat.train.start import only_weights, starting_point
 
 WARMDOWN = {"mid": 1.0, "sft": 0.5}  # share of the run that lowers the learning rate
 TEXT_TOKENS = 1_000_000  # of each text's validation split
-ASKED = ("Who are you?", "What is 17 + 25?", "你是谁？")
+QUESTIONS = ("Who are you?", "What is 17 + 25?", "你是谁？")
 
 
-class ChatStage(RowStage):
+def chat_stage(
+    name: str,
+    learner: TrainModel,
+    split: Split,
+    steps: int,
+    mixture: ChatMixture,
+    tokenizer: Tokenizer,
+    config: ChatTrainConfig,
+    origin: Checkpoint | HFSource,
+) -> RowStage:
     """Cross-entropy on the assistant's tokens of packed conversations."""
+    usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN.get(name, 1.0), final=0.0)
+    learning, over_run = learning_rates(config, learner.model.shape, split.total), curve(config, steps, usual)
 
-    def __init__(
-        self,
-        name: str,
-        learner: Learner,
-        split: Split,
-        steps: int,
-        mixture: ChatMixture,
-        tokenizer: Tokenizer,
-        config: ChatTrainConfig,
-        origin: Checkpoint | HFSource,
-    ) -> None:
-        self.name, self.mixture, self.origin = name, mixture, origin
-        usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN.get(name, 1.0), final=0.0)
-        super().__init__(learner, split, steps, tokenizer, config, usual)
+    def rates(step: int) -> dict[str, float]:
+        momentum = schedule.momentum(step, steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=over_run.warmdown)
+        return {**pretraining_rates(step, steps=steps, curve=over_run), "momentum": momentum}
 
-    def batches(self, rows_per_step: int) -> Batches:
-        return Batches(self.mixture.sources, rows_per_step)
+    return RowStage(
+        learner,
+        split,
+        steps,
+        batches=partial(Batches, mixture.sources),
+        optimizer=optimizer_for(learner, learning),
+        rates=rates,
+        identity=chat_identity(name, learner, split, steps, mixture, tokenizer, config, origin),
+        facts=row_facts(learner, split, learning, over_run),
+        evaluation=chat_evaluation(learner, tokenizer, mixture),
+    )
 
-    def rates(self, step: int) -> dict[str, float]:
-        values, down = (0.85, 0.95, 0.95), self.curve.warmdown
-        momentum = schedule.momentum(step, self.steps, values=values, ramp=300, warmdown=down)
-        return {**super().rates(step), "momentum": momentum}
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Loss on held-out replies; bits per byte of the texts in the mixture that have a validation split."""
-        return {**self._reply_loss(), **self.text_bits(self.mixture.texts, TEXT_TOKENS)}
+def chat_identity(
+    name: str,
+    learner: TrainModel,
+    split: Split,
+    steps: int,
+    mixture: ChatMixture,
+    tokenizer: Tokenizer,
+    config: ChatTrainConfig,
+    origin: Checkpoint | HFSource,
+) -> dict[str, Any]:
+    """Stage.identity of training on conversations."""
+    start = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
+    rows = row_identity(learner, tokenizer, split, steps, config.seed)
+    return {"stage": name, **rows, "data": mixture.facts, "start": start}
 
-    def _reply_loss(self) -> dict[str, float]:
-        if not self.mixture.validation:
-            return {}
-        total = torch.zeros(2, device=self.learner.place)  # nats, targets
-        for rows in self.mixture.validation:
-            batches = Batches([(rows, 1.0)], rows.per_epoch)
-            for first, stop, own in collectives.turns(rows.per_epoch, self.split.rows):
-                batch = batches.batch(0, first, stop)
-                nats = self.learner.nats(batch)
-                if own:
-                    total += torch.stack((nats.sum(), nats.new_tensor((batch.targets != IGNORE).sum())))
-        collectives.all_reduce(total, "sum")
-        nats_sum, count = total.tolist()
-        return {"val_loss": nats_sum / count}
 
-    def sample(self, step: int) -> list[str]:
-        room = prompt_room(self.model.shape.seq_len, SAMPLE_TOKENS)
-        asked = [[{"role": "user", "content": question}] for question in ASKED]
-        prompts = [render_prompt(self.tokenizer, messages, room) for messages in asked]
-        texts = self.continue_prompts(prompts, Sampling(max_tokens=SAMPLE_TOKENS, temperature=0.0))
-        return [f"{question} | {text}" for question, text in zip(ASKED, texts)]
+def chat_evaluation(learner: TrainModel, tokenizer: Tokenizer, mixture: ChatMixture) -> Evaluation:
+    """Loss on held-out replies; bits per byte of the texts in the mixture that have a validation split."""
 
-    def identity(self) -> dict[str, Any]:
-        start = f"{self.origin.state.get('stage')} step {self.origin.step} {self.origin.fingerprint}"
-        return {"stage": self.name, **super().identity(), "data": self.mixture.facts, "start": start}
+    def evaluate(rows: int) -> dict[str, float]:
+        replies = reply_loss(learner, mixture.validation, rows)
+        return {**replies, **text_bits(learner, tokenizer, mixture.texts, TEXT_TOKENS, rows)}
 
-    def begin(self, warm: bool) -> None:
-        """Take the weights of the model that this stage starts from, and with `warm` the moments of its optimizer."""
-        assert isinstance(self.origin, Checkpoint), "others are opened with their weights"
-        read = self.origin.reader()
-        self.optimizer.load(read if warm else only_weights(read), updates_of(self.origin) if warm else 0)
+    return Evaluation(evaluate, sample=partial(samples, learner, tokenizer))
+
+
+def samples(learner: TrainModel, tokenizer: Tokenizer) -> list[str]:
+    """Greedy answers to QUESTIONS."""
+    room = prompt_room(learner.model.shape.seq_len, SAMPLE_TOKENS)
+    prompts = [render_prompt(tokenizer, [{"role": "user", "content": question}], room) for question in QUESTIONS]
+    sampling = Sampling(max_tokens=SAMPLE_TOKENS, temperature=0.0)
+    texts = continue_prompts(learner, tokenizer, prompts, sampling)
+    return [f"{question} | {text}" for question, text in zip(QUESTIONS, texts)]
+
+
+def begin_from(origin: Checkpoint, optimizer: Optimizer, warm: bool) -> None:
+    """Take the weights of the model that a stage starts from, and with `warm` the moments of its optimizer."""
+    read = origin.reader()
+    optimizer.load(read if warm else only_weights(read), updates_of(origin) if warm else 0)
 
 
 def batch_and_steps(config: ChatTrainConfig, shape: Shape, device: Device, rows: int) -> tuple[Split, int]:
-    """Batch and steps: `epochs` over all rows."""
+    """Batch, and steps for `epochs` over all rows."""
     total = config.total_batch_size or batch_for(int(rows * shape.seq_len * config.epochs), shape.seq_len)
     if config.target_examples_per_step:
         total = config.target_examples_per_step * shape.seq_len
@@ -145,9 +160,9 @@ def run_stage(config: ChatTrainConfig, name: StageName) -> int:
             return 0
         learner = build(config, shape, here)  # before the batch is planned: it knows what is kept
         split, steps = batch_and_steps(config, shape, here.device, mixture.per_epoch)
-        stage = ChatStage(name, learner, split, steps, mixture, tokenizer, config, origin)
+        stage = chat_stage(name, learner, split, steps, mixture, tokenizer, config, origin)
         if not saved:
-            stage.begin(config.warm_start)
+            begin_from(origin, stage.optimizer, config.warm_start)
 
         def add_files(run: Path) -> None:
             tokenizer.save(run / "tokenizer")  # a model without its tokenizer is lost

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat.checkpoint import UNWRITTEN, to_continue
+from ascendchat.checkpoint import UNWRITTEN, Checkpoint, to_continue
 from ascendchat.config import NotSaved
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
 from ascendchat.data.chat.preview import colours, preview_mixture
-from ascendchat.data.corpus import Corpus
-from ascendchat.data.loader import MicroBatch
-from ascendchat.data.mixture import absolute
+from ascendchat.data.mixture import Batches, absolute
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.errors import UserError
 from ascendchat.models.export import export, export_adapter
@@ -36,7 +35,7 @@ from ascendchat.models.quantize import check_packing
 from ascendchat.models.shape import HFShape
 from ascendchat.models.template import ChatTemplate
 from ascendchat.models.tokenizer import HFTokenizer
-from ascendchat.models.trained import BESIDE
+from ascendchat.models.trained import BESIDE, HFSource
 from ascendchat.nn.attention import choose
 from ascendchat.nn.optim import Group, adamw_groups, muon_groups
 from ascendchat.parallel.context import Context
@@ -44,13 +43,16 @@ from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.hf import FINETUNE_ROWS, check_bits, check_bits_on
-from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_chat_mixture
+from ascendchat.sizes.schedule import Curve
+from ascendchat.tasks.mixture import ChatMixture, EntryOptions, held_out_rows, open_chat_mixture
 from ascendchat.tasks.named import knows
 from ascendchat.tasks.overlap import report_overlaps
-from ascendchat.train.chat import ChatStage
-from ascendchat.train.model import Learner, optimizer_for, say_package
+from ascendchat.tasks.pairs import PairMixture
+from ascendchat.train.chat import chat_evaluation, chat_identity
+from ascendchat.train.evaluation import Evaluation, reply_loss
+from ascendchat.train.model import TrainModel, optimizer_for, say_package
 from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
-from ascendchat.train.rows import share_out
+from ascendchat.train.rows import RowStage, curve, learning_rates, row_facts, seeder, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
 from ascendchat.train.start import Beginning, Theirs, begin_with_ours, check_output, open_start, start_of
@@ -62,68 +64,52 @@ OWN_FACTOR = 0.05  # on the rates of pretraining, for pairs
 LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora"
 
 
-class _FinetuneStage(ChatStage):
+def finetune_stage(
+    learner: TrainModel, split: Split, steps: int, mixture: ChatMixture, config: FinetuneConfig, theirs: Theirs
+) -> RowStage:
     """Cross-entropy on the assistant's tokens, by a model that somebody else has trained."""
+    tokenizer, model, lora = theirs.tokenizer, theirs.model, theirs.lora
+    learning = learning_rates(config, model.shape, split.total)
+    over_run = curve(config, steps, Curve(warmup=min(20, steps // 10), warmdown=1.0, final=0.0))
+    if config.muon:
+        groups = muon_groups(model, learning["all"], config.matrix_lr or MUON_RATE, config.weight_decay)
+    else:
+        groups = adamw_groups(model, learning["all"], config.weight_decay)
+    identity = chat_identity("hf", learner, split, steps, mixture, tokenizer, config, theirs.origin)
+    # Where ranks share the weights out, they would not take part in generation and scoring equally often.
+    alone = chat_evaluation(learner, tokenizer, mixture)
+    shared = Evaluation(partial(reply_loss, learner, mixture.validation))
+    stage = RowStage(
+        learner,
+        split,
+        steps,
+        batches=partial(Batches, mixture.sources),
+        optimizer=finetuning_optimizer(learner, learning, groups, theirs),
+        rates=partial(finetuning_rates, steps=steps, curve=over_run, config=config),
+        identity={**identity, **adapter_identity(config, theirs), "optimizer": "muon" if config.muon else "adamw"},
+        facts=row_facts(learner, split, learning, over_run),
+        evaluation=shared if theirs.mesh else alone,
+        reseed=seeder(learner, config.seed) if config.lora_dropout else None,
+        weights=partial(trained_weights, theirs, learner.device.dtype),
+    )
+    if lora:  # no gradients of frozen weights: a third less of each product
+        stage.flops_per_token += 6.0 * stage.trained - 2.0 * model.shape.counted.matmul_parameters
+    return stage
 
-    def __init__(
-        self,
-        learner: Learner,
-        split: Split,
-        steps: int,
-        mixture: ChatMixture,
-        config: FinetuneConfig,
-        theirs: Theirs,
-    ) -> None:
-        self.config, self.theirs = config, theirs
-        super().__init__("hf", learner, split, steps, mixture, theirs.tokenizer, config, theirs.origin)
-        if theirs.lora:  # no gradients of frozen weights: a third less of each product
-            shape, own = theirs.model.shape, self.trained
-            self.flops_per_token += 6.0 * own - 2.0 * shape.counted.matmul_parameters
 
-    @property
-    def trained(self) -> int:
-        """Parameters that learn."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+def finetuning_rates(step: int, *, steps: int, curve: Curve, config: FinetuneConfig) -> dict[str, float]:
+    """Arguments of the optimizer for a model of Hugging Face."""
+    scale = schedule.finetuning_scale(step, steps, config.lr_scheduler_type, curve.warmup, curve.final)
+    rates = {"lr_scale": scale, **({"clip": config.max_grad_norm} if config.max_grad_norm else {})}
+    if config.muon:
+        rates["momentum"] = schedule.momentum(step, steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=1.0)
+    return rates
 
-    def make_optimizer(self, rates: dict[str, float]) -> Optimizer:
-        config, lr = self.config, rates["all"]
-        if config.muon:
-            made = muon_groups(self.model, lr, config.matrix_lr or MUON_RATE, config.weight_decay)
-        else:
-            made = adamw_groups(self.model, lr, config.weight_decay)
-        return finetuning_optimizer(self.learner, rates, made, self.theirs)
 
-    def micro_batches(self, step: int) -> Iterator[MicroBatch]:  # type: ignore[override]
-        for number, batch in enumerate(super().micro_batches(step)):
-            if self.config.lora_dropout:
-                self.draw_anew(step, number)
-            yield batch
-
-    def rates(self, step: int) -> dict[str, float]:
-        curve, config = self.curve, self.config
-        scale = schedule.finetuning_scale(step, self.steps, config.lr_scheduler_type, curve.warmup, curve.final)
-        rates = {"lr_scale": scale, **({"clip": config.max_grad_norm} if config.max_grad_norm else {})}
-        if config.muon:
-            rates["momentum"] = schedule.momentum(step, self.steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=1.0)
-        return rates
-
-    def weights(self) -> dict[str, Tensor]:
-        return trained_weights(self.theirs, self.learner.device.dtype)
-
-    def sample(self, step: int) -> list[str]:
-        return [] if self.theirs.mesh else super().sample(step)  # an engine wants its weights whole
-
-    def text_bits(self, corpora: Sequence[Corpus], most: int) -> dict[str, float]:
-        return {} if self.theirs.mesh else super().text_bits(corpora, most)  # ranks would not take part equally often
-
-    def identity(self) -> dict[str, Any]:
-        lora, optimizer = self.theirs.lora, "muon" if self.config.muon else "adamw"
-        rows = {"packing": None if self.config.packing else False, "bits": self.config.bits}
-        return {**super().identity(), **rows, "lora": lora.to_dict() if lora else None, "optimizer": optimizer}
-
-    def summary(self) -> str:
-        part = f", of which {self.trained / 1e6:.2f} M learn (LoRA)" if self.theirs.lora else ""
-        return super().summary().replace(" parameters;", f" parameters{part};", 1)
+def adapter_identity(config: FinetuneConfig, theirs: Theirs) -> dict[str, Any]:
+    """The part of Stage.identity that all fine-tuning has."""
+    lora = theirs.lora.to_dict() if theirs.lora else None
+    return {"packing": None if config.packing else False, "bits": config.bits, "lora": lora}
 
 
 def run(config: FinetuneConfig) -> int:
@@ -148,7 +134,7 @@ def run(config: FinetuneConfig) -> int:
             return 0
         split, steps = batch_and_steps(config, shape, here, mixture.per_epoch)
         check_output(config.output_dir, saved, steps)
-        stage = _FinetuneStage(learner_of(theirs, config, here), split, steps, mixture, config, theirs)
+        stage = finetune_stage(learner_of(theirs, config, here), split, steps, mixture, config, theirs)
         if not saved and mixture.validation and config.eval_every >= 0:
             say(f"held-out loss before: {first_loss(stage):.4f}")
 
@@ -183,53 +169,66 @@ def learn_pairs(config: FinetuneConfig) -> int:
         folder, out = run_folder(name, "hf"), Path(config.output_dir).expanduser()
         learner = learner_of(theirs, config, here)
         begin = Beginning(learner, theirs.tokenizer, theirs.origin, replace(config, run=name), name, theirs.add_files)
-        status = train_pairs(begin, here, partial(_PairStage, theirs))
+        status = train_pairs(begin, here, partial(pair_stage, theirs))
         if status == 0 and config.output_dir and not config.preview:
             write_model(theirs, folder, out, here)
         return status
 
 
-class _PairStage(PreferenceStage):
-    """Pairs, with adapters or shared out weights."""
+def pair_stage(
+    theirs: Theirs,
+    method: str,
+    learner: TrainModel,
+    split: Split,
+    steps: int,
+    mixture: PairMixture,
+    tokenizer: Tokenizer,
+    config: FinetuneConfig,
+    origin: Checkpoint | HFSource,
+) -> PreferenceStage:
+    """Pairs, with adapters or weights that ranks share out."""
+    learning = learning_rates(config, theirs.model.shape, split.total)
+    groups = adamw_groups(theirs.model, learning["all"], config.weight_decay or 0.0)
+    return PreferenceStage(
+        method,
+        learner,
+        split,
+        steps,
+        mixture,
+        tokenizer,
+        config,
+        origin,
+        optimizer=finetuning_optimizer(learner, learning, groups, theirs),
+        identity=adapter_identity(config, theirs),
+        weights=partial(trained_weights, theirs, learner.device.dtype),
+    )
 
-    def __init__(self, theirs: Theirs, *arguments: Any) -> None:
-        self.theirs = theirs
-        super().__init__(*arguments)
 
-    def make_optimizer(self, rates: dict[str, float]) -> Optimizer:
-        made = adamw_groups(self.model, rates["all"], self.config.weight_decay or 0.0)
-        return finetuning_optimizer(self.learner, rates, made, self.theirs)
-
-    def weights(self) -> dict[str, Tensor]:
-        return trained_weights(self.theirs, self.learner.device.dtype)
-
-    def identity(self) -> dict[str, Any]:
-        lora = self.theirs.lora
-        rows = {"packing": None if self.config.packing else False, "bits": self.config.bits}
-        return {**super().identity(), **rows, "lora": lora.to_dict() if lora else None}
-
-
-def finetuning_optimizer(learner: Learner, rates: dict[str, float], made: list[Group], theirs: Theirs) -> Optimizer:
+def finetuning_optimizer(
+    learner: TrainModel, learning: dict[str, float], groups: list[Group], theirs: Theirs
+) -> Optimizer:
+    """The optimizer of whole weights, or of those that ranks share out."""
     if theirs.mesh is None:
-        return optimizer_for(learner, rates, made)
+        return optimizer_for(learner, learning, groups)
     from ascendchat.nn.sharded import ShardedAdamW
 
-    return ShardedAdamW(theirs.model, made, theirs.mesh, fused=learner.device.chip.fused_adamw)
+    return ShardedAdamW(theirs.model, groups, theirs.mesh, fused=learner.device.chip.fused_adamw)
 
 
 def trained_weights(theirs: Theirs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a checkpoint holds: adapters, or all. Every rank calls it."""
+    """Weights for a checkpoint: of the adapters, or all. Every rank calls it."""
     model = theirs.model
-    found = adapter_weights(model) if theirs.lora else dict(model.state_dict())
+    weights = adapter_weights(model) if theirs.lora else dict(model.state_dict())
     if theirs.mesh is None:
-        return found
+        return weights
     from ascendchat.nn.sharded import whole_weights
 
-    return whole_weights(found, dtype)
+    return whole_weights(weights, dtype)
 
 
 def checked(config: FinetuneConfig) -> FinetuneConfig:
-    """The config with what follows from it filled in; what contradicts itself or means nothing here is a UserError."""
+    """Fill in the defaults that depend on other fields; refuse flags that contradict each other or mean nothing
+    here."""
     if not config.start:
         raise UserError("name the model to fine-tune: --model DIR, a GGUF file, or OWNER/NAME that was fetched")
     if not config.data and config.stage != "sft":
@@ -244,9 +243,9 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
     bits = 4 if config.qlora else config.bits
     if bits:
         check_bits(lora, config.shard)
-    asked = [name for name in LORA_ONLY if getattr(config, name)]
-    if asked and not lora:
-        raise UserError(f"--{asked[0].replace('_', '-')} belongs to LoRA; add --lora, or leave it out")
+    lora_flags = [name for name in LORA_ONLY if getattr(config, name)]
+    if lora_flags and not lora:
+        raise UserError(f"--{lora_flags[0].replace('_', '-')} belongs to LoRA; add --lora, or leave it out")
     if config.bf16 and config.fp16:
         raise UserError("bf16 and fp16 exclude each other; give one of them")
     if config.muon and config.shard:
@@ -270,19 +269,19 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
 
 @contextmanager
 def finetuning_context(config: FinetuneConfig) -> Iterator[Context]:
-    """The training context. Of bf16 and fp16 what the device is good at is used, with a notice; float16 is used where
-    it is asked for and the device would rather take bfloat16."""
+    """The training context. --bf16 and --fp16 are followed where the device computes in that dtype, else a notice is
+    printed; a device whose default is bfloat16 also takes float16."""
     own = pick(config.device_type, compiled=config.compile).dtype if config.bf16 or config.fp16 else None
     with training_context(config, "fp16" if config.fp16 and own is torch.bfloat16 else None) as here:
-        asked = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else here.device.dtype
-        if asked is not here.device.dtype:
-            names = [str(dtype).removeprefix("torch.") for dtype in (asked, here.device.dtype)]
+        wanted = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else here.device.dtype
+        if wanted is not here.device.dtype:
+            names = [str(dtype).removeprefix("torch.") for dtype in (wanted, here.device.dtype)]
             here.say(f"{names[0]} is not used: {here.device.chip.name} computes in {names[1]}")
         yield here
 
 
 def lora_settings(config: FinetuneConfig) -> LoraSettings | None:
-    """The adapters that are asked for; None: all weights are trained."""
+    """Settings of the adapters; None: all weights are trained."""
     if not config.lora:
         return None
     rank = config.lora_rank or LoraSettings.rank
@@ -297,7 +296,7 @@ def lora_settings(config: FinetuneConfig) -> LoraSettings | None:
 
 
 def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
-    """The model that --model names, with its adapters, on the device."""
+    """Open the model of --model, with its adapters, on the device."""
     if config.lr_multiplier != 1.0:
         raise UserError("--lr-multiplier is of our own models (`ascendchat sft`); give --learning-rate")
     if config.bits:
@@ -324,24 +323,24 @@ def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
 
 
 def say_thoughts(template: ChatTemplate | None, say: Callable[[str], None]) -> None:
-    """What is learned from answers without thoughts, where the template writes something for them."""
+    """Say what the model learns from answers without thoughts, if the chat template writes something for them."""
     if template is None or template.generation:
         return
-    learned, asked = template.around_thoughts()
+    learned, prompted = template.around_thoughts()
     if learned.strip():
         say(
             f"an answer without thoughts is learned with the {learned.strip()!r} that the chat template writes before "
             "it, so the model learns not to think; --no-enable-thinking leaves that to prompts, if it can"
         )
-    if asked:
+    if prompted:
         say(
-            f"prompts open an answer by {asked!r}, which answers without thoughts lack: the model learns to answer "
+            f"prompts open an answer by {prompted!r}, which answers without thoughts lack: the model learns to answer "
             "without, and may do otherwise behind such a prompt"
         )
 
 
 def say_ends(tokenizer: HFTokenizer, say: Callable[[str], None]) -> None:
-    """How the end of a reply is learned, where no token of the chat template closes a turn."""
+    """Say how the end of a reply is learned, if no token of the chat template closes a turn."""
     template = tokenizer.template
     if template is None:
         return
@@ -357,31 +356,31 @@ def say_ends(tokenizer: HFTokenizer, say: Callable[[str], None]) -> None:
         )
 
 
-def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> Learner:
-    """It with the kernel that runs here."""
+def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> TrainModel:
+    """Choose the attention kernel and wrap the model for training."""
     device = here.device
     kernel, why = choose(device.type, device.dtype, theirs.model.shape.head_dim, config.attention)
     here.say(why)
-    learner = Learner(theirs.model, kernel, device, here.place, by_document=config.attend == "document")
+    learner = TrainModel(theirs.model, kernel, device, here.place, by_document=config.attend == "document")
     say_package(learner, here)
     return learner
 
 
 def run_name(config: FinetuneConfig, theirs: Theirs) -> str:
-    """Where nobody says."""
+    """Default of --run."""
     if config.output_dir:
         return re.sub(r"[^\w.+=@-]+", "-", config.output_dir).strip("-.") or "finetuned"
     return f"{theirs.name}-{'lora' if theirs.lora else config.stage}"
 
 
 def located(names: Sequence[str], config: FinetuneConfig, say: Callable[[str], None]) -> tuple[str, ...]:
-    """Entries of --data or --validation, with those that --dataset-dir lists in their place; by default it is `data`,
-    as in LLaMA-Factory, where that folder has a dataset_info.json."""
+    """Resolve entries of --data or --validation by the dataset_info.json of --dataset-dir, which is `data` by default,
+    as in LLaMA-Factory."""
     return absolute(listed_data(names, config.dataset_dir, knows, usual=USUAL_DIR, say=say))
 
 
 def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixture:
-    """Rows to train on, and rows to validate on."""
+    """Open the rows to train on and those to validate on."""
     seq_len, tokenizer = theirs.model.shape.seq_len, theirs.tokenizer
     mixture = open_chat_mixture(
         config.data,
@@ -392,7 +391,7 @@ def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixt
         source=config.source,
         find_overlaps=here.main,
         say=here.say,
-        portion=Portion(0.0 if config.validation else config.val_size, config.max_samples),
+        options=EntryOptions(0.0 if config.validation else config.val_size, config.max_samples),
         packing=config.packing,
     )
     mixture.validation.extend(held_out_rows(config.validation, config.source, tokenizer, seq_len, here.say))
@@ -402,20 +401,20 @@ def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixt
 def batch_and_steps(config: FinetuneConfig, shape: HFShape, here: Context, rows: int) -> tuple[Split, int]:
     """Batch and steps: `epochs` over all rows. Rows per device times micro-batches, where these are given; else as many
     rows as leave enough steps."""
-    devices, asked = here.world.size, config.total_batch_size
+    devices, total = here.world.size, config.total_batch_size
     if config.target_examples_per_step:
-        asked = config.target_examples_per_step * shape.seq_len
-    elif not asked and config.device_batch_size:
-        asked = config.device_batch_size * (config.gradient_accumulation_steps or 1) * devices * shape.seq_len
+        total = config.target_examples_per_step * shape.seq_len
+    elif not total and config.device_batch_size:
+        total = config.device_batch_size * (config.gradient_accumulation_steps or 1) * devices * shape.seq_len
     usual = min(FINETUNE_ROWS, max(1, int(rows * config.epochs) // FEW_STEPS))
-    split = share_out(config, shape, here.device, asked or usual * shape.seq_len)
+    split = share_out(config, shape, here.device, total or usual * shape.seq_len)
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
 
 @torch.no_grad()
-def first_loss(stage: _FinetuneStage) -> float:
-    """The held-out loss of the model as it came."""
+def first_loss(stage: RowStage) -> float:
+    """Held-out loss of the model before training."""
     stage.model.eval()
     loss = stage.evaluate(0)["val_loss"]
     stage.model.train()
@@ -423,7 +422,7 @@ def first_loss(stage: _FinetuneStage) -> float:
 
 
 def write_model(theirs: Theirs, folder: Path, out: Path, here: Context) -> None:
-    """The trained model as a folder of Hugging Face's, or of peft's, unless it is there. Every rank calls it."""
+    """Write the trained model as a Hugging Face or peft folder, unless it is there already. Every rank calls it."""
     weights = trained_weights(theirs, here.device.dtype)
     if not here.main or (out.exists() and any(out.iterdir())):
         return

@@ -1,4 +1,5 @@
-"""The one training loop. Base, mid and SFT are Stages of it; one device or many is the same path.
+"""The one training loop: pretraining, mid-training, SFT, fine-tuning, preferences and RL are Stages of it. One device
+or many is the same path.
 
     result = fit(stage, device, run, Options(save_every=500, eval_every=250))     # train/run.py does it in a run folder
 
@@ -40,18 +41,18 @@ MAX_SKIPPED = 30  # steps in a row that overflow; after 16 of them the loss is n
 
 
 class _Due(NamedTuple):
-    """What is to be done after a step."""
+    """Work that is due after a step."""
 
     save: bool
     evaluate: bool
-    examine: bool
+    benchmark: bool
     sample: bool
 
 
 @dataclass(frozen=True)
 class Options:
-    """When to save, validate and show: after so many steps, and at the end. 0 and less: only at the end (save_every),
-    else never; eval_every 0: only at the end."""
+    """Intervals, in steps, of saving, validating and sampling; each also happens after the last step. 0 or less: only
+    after the last step (save_every), else never; eval_every 0: only after the last step."""
 
     save_every: int = 500
     eval_every: int = 250
@@ -59,15 +60,15 @@ class Options:
     log_every: int = 10
     keep: int = 2
     start: int = 0  # steps done by the checkpoint that was loaded
-    unseen: bool = False  # its model was saved, but not looked at: the run was killed in between
+    unseen: bool = False  # the run was killed between saving and evaluating that checkpoint
     loss_scale: tuple[float, int] | None = None
-    examine_every: int = 0
+    benchmark_every: int = 0
     profile: int = 0  # steps under the profiler
-    again: str = "run the same command to continue"  # what a user who stopped the run is told
+    again: str = "run the same command to continue"  # advice for a user who stopped the run
 
     @classmethod
-    def of(cls, config: TrainConfig, saved: Checkpoint | None, examine_every: int = 0) -> Options:
-        """From the command's flags and, when a run goes on, its checkpoint."""
+    def of(cls, config: TrainConfig, saved: Checkpoint | None, benchmark_every: int = 0) -> Options:
+        """Options from the command's flags and, when a run resumes, its checkpoint."""
         scale = saved.state.get("loss_scale") if saved else None
         without = " without --resume never" if config.resume == "never" else ""
         return cls(
@@ -78,28 +79,31 @@ class Options:
             keep=config.keep,
             start=saved.step if saved else 0,
             loss_scale=(float(scale[0]), int(scale[1])) if scale else None,
-            examine_every=examine_every,
+            benchmark_every=benchmark_every,
             profile=config.profile,
             again=f"run the same command{without} to continue",
         )
 
     def profiler(self, last: int, device: Device, run: Run, console: Console) -> Profiler:
-        """Of --profile; it is not there when nobody asked."""
+        """The profiler of --profile."""
         folder = run.folder / "profile"
         return Profiler(self.profile, device, folder, first=self.start, last=last, say=console.print)
 
     def due(self, step: int, last: int) -> _Due:
-        """What is to be done after `step`, the last of which is `last`."""
-        every = self.save_every, self.eval_every, self.examine_every, self.sample_every
-        save, check, examine, sample = (step == last or (n > 0 and step % n == 0) for n in every)
+        """Work that is due after `step`; `last` is the last step of the run."""
+        every = self.save_every, self.eval_every, self.benchmark_every, self.sample_every
+        save, check, benchmark, sample = (step == last or (n > 0 and step % n == 0) for n in every)
         return _Due(
-            save, check and self.eval_every >= 0, examine and self.examine_every > 0, sample and self.sample_every > 0
+            save,
+            check and self.eval_every >= 0,
+            benchmark and self.benchmark_every > 0,
+            sample and self.sample_every > 0,
         )
 
 
 @dataclass
 class Result:
-    """How it ended."""
+    """State at the end of `fit`."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -107,7 +111,7 @@ class Result:
 
 
 class Diverged(UserError):
-    """The loss is not a number, or far above where it was."""
+    """The loss is not a number, or far above its running mean."""
 
 
 class LossScale:
@@ -125,7 +129,7 @@ class LossScale:
             self.device.clear_overflow()
 
     def overflowed(self, step: int, gradients: list[Tensor]) -> bool:
-        """Whether any rank overflowed; then the step is skipped and the scale halved. MAX_SKIPPED end the run."""
+        """True if any rank overflowed: the step is skipped and the scale halved. MAX_SKIPPED in a row end the run."""
         if not self.needed:
             return False
         flag = torch.tensor([float(self.device.overflowed(gradients))], device=collectives.place())
@@ -150,12 +154,13 @@ class LossScale:
 
 
 def train_step(stage: Stage, step: int, scale: LossScale, profiler: Profiler | None = None) -> dict[str, Tensor]:
-    """One optimizer step; what this rank has to report, still on the device: the loss first."""
+    """Forward and backward of all micro-batches, then one optimizer step. Returns this rank's loss and metrics, still
+    on the device."""
     sums: dict[str, Tensor] = {}
     used = scale.value
     scale.before()
     for batch in profiler.feed(stage.micro_batches, step) if profiler else stage.micro_batches(step):
-        loss, metrics = stage.learn(batch, used)
+        loss, metrics = stage.forward_backward(batch, used)
         for name, value in {"loss": loss, **metrics}.items():
             sums[name] = sums[name] + value.detach() if name in sums else value.detach()
     assert sums, "a step without micro-batches"
@@ -176,22 +181,24 @@ def train_step(stage: Stage, step: int, scale: LossScale, profiler: Profiler | N
 
 
 def telemetry(device: Device) -> Callable[[], list[Telemetry]] | None:
-    """What the vendor's tool says, for the console."""
+    """Reader of the vendor's tool (npu-smi, nvidia-smi) for the console; None without one."""
     tool = KINDS[device.type].tool
     if not tool or smi.locate(tool) is None:
         return None
 
     def read() -> list[Telemetry]:
-        found = smi.read(tool)
-        if isinstance(found, smi.Problem):
-            raise RuntimeError(found.text)
-        return [Telemetry(d.index, d.utilisation, d.temperature, d.memory_used, d.memory_total) for d in found.devices]
+        reading = smi.read(tool)
+        if isinstance(reading, smi.Problem):
+            raise RuntimeError(reading.text)
+        return [
+            Telemetry(d.index, d.utilisation, d.temperature, d.memory_used, d.memory_total) for d in reading.devices
+        ]
 
     return read
 
 
 class _Report(NamedTuple):
-    """What a step reports: values by name, on their way to the host."""
+    """Loss and metrics of a step by name, on their way to the host."""
 
     step: int
     names: tuple[str, ...]
@@ -202,7 +209,7 @@ class _Report(NamedTuple):
 
 @dataclass
 class _Progress:
-    """Turns reports that arrive one step late into metrics, and notices a run that went wrong."""
+    """Turns reports that arrive one step late into metrics, and stops a run that diverged."""
 
     stage: Stage
     device: Device
@@ -216,14 +223,14 @@ class _Progress:
     first: int = 0
 
     def add(self, step: int, values: Mapping[str, Tensor], stop: int, more: dict[str, float]) -> None:
-        """Queue the values of a step; their mean over the ranks also carries a wish to stop."""
+        """Queue the values of a step. The same all-reduce carries the wish of a rank to stop."""
         wish = torch.full_like(values["loss"], float(stop > 0), dtype=torch.float32)
         report = torch.stack((*(value.float() for value in values.values()), wish))
         collectives.all_reduce(report, "mean", async_op=True).wait()
         self.pending.append(_Report(step, tuple(values), self.device.fetch(report), self.device.event(), more))
 
     def read(self, keep: int) -> bool:
-        """Look at all queued reports but the newest `keep`; True when some rank wants to stop."""
+        """Read all queued reports but the newest `keep`; True if some rank wants to stop."""
         ready = [self.pending.popleft() for _ in range(max(0, len(self.pending) - keep))]
         stop = False
         for report, numbers in [(report, report.values().tolist()) for report in ready]:  # waits for the last one
@@ -265,7 +272,7 @@ class _Progress:
 
 
 def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "") -> Result:
-    """Train until stage.steps, a signal, or a loss that went wrong."""
+    """Train until stage.steps, a signal, or a loss that diverged."""
     main = collectives.world().rank == 0
     result = Result(options.start)
     with (
@@ -281,14 +288,14 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         profiler = options.profiler(stage.steps, device, run, console) if options.profile and main else None
         if options.unseen:
             try:
-                look(stage, run, console, signals, result, options.due(options.start, stage.steps), writer)
+                eval_and_sample(stage, run, console, signals, result, options.due(options.start, stage.steps), writer)
             except Interrupted:
                 result.stopped_by = signals.received  # the next step ends the run, if there is one
         for step in range(options.start, stage.steps):
             if profiler:
                 profiler.before(step)
             values = train_step(stage, step, scale, profiler)
-            progress.add(step, values, signals.received, {**scale.metrics(), **stage.notes(step)})
+            progress.add(step, values, signals.received, {**scale.metrics(), **stage.extra_metrics(step)})
             result.step, signals.unsaved = step + 1, True
             due = options.due(result.step, stage.steps)
             stop = progress.read(keep=0 if any(due) else 1)
@@ -302,9 +309,9 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
                 progress.read(keep=0)
                 save(writer, stage, result.step, scale, last=stop or result.step == stage.steps)
             try:
-                if not stop and look(stage, run, console, signals, result, due, writer if saves else None):
+                if not stop and eval_and_sample(stage, run, console, signals, result, due, writer if saves else None):
                     progress.since = device.event()
-            except Interrupted:  # what is broken off is no more than looking at the model
+            except Interrupted:  # only the evaluation is broken off
                 stop = True
                 if not saves or writer.failed():
                     save(writer, stage, result.step, scale, last=True)
@@ -317,8 +324,8 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         writer.wait()
         if result.step == stage.steps:
             writer.forget_earlier()
-        elif kept := notice(run.folder):
-            console.print(kept)
+        elif sentence := notice(run.folder):
+            console.print(sentence)
     gc.unfreeze()
     return result
 
@@ -331,7 +338,7 @@ def save(writer: Writer, stage: Stage, step: int, scale: LossScale, *, last: boo
     writer.save(step, state=state, last=last, **parts)
 
 
-def look(
+def eval_and_sample(
     stage: Stage,
     run: Run,
     console: Console,
@@ -340,15 +347,15 @@ def look(
     due: _Due,
     writer: Writer | None,
 ) -> bool:
-    """Validate the model of this step, examine it, show samples of it, whichever is due; False when nothing was.
-    `writer` is the one that has saved it, if it was saved."""
+    """Validate, benchmark and sample the model of this step, whichever is due; False if nothing was. `writer` has saved
+    this step, if it is given."""
     if due.evaluate:
         result.metrics = evaluate(stage, stage.evaluate, run, console, result.step, signals)
         if writer and result.metrics:
             score = next(iter(result.metrics.values()))
             writer.mark_best(result.step, score, higher_is_better=stage.higher_is_better)
-    if due.examine:
-        evaluate(stage, stage.examine, run, console, result.step, signals)
+    if due.benchmark:
+        evaluate(stage, stage.benchmark, run, console, result.step, signals)
     if due.sample:
         try:
             with signals.interruptible():
@@ -360,13 +367,13 @@ def look(
         for text in texts:
             console.print(f"  > {text}")
         run.log(result.step, samples=texts)
-    return due.evaluate or due.examine or due.sample
+    return due.evaluate or due.benchmark or due.sample
 
 
 def evaluate(
     stage: Stage, score: Callable[[int], dict[str, float]], run: Run, console: Console, step: int, signals: StopSignals
 ) -> dict[str, float]:
-    """Validate the stage by `score`, and say what was found."""
+    """Run `score` on the model without gradients; log and print its metrics."""
     stage.model.eval()
     with torch.no_grad(), signals.interruptible():
         metrics = score(step)
@@ -377,22 +384,22 @@ def evaluate(
     return metrics
 
 
-# One micro-batch, forward and backward, before the first step, so that running out of memory shows now and not after
-# an hour. `fit` (loop.py) calls it; what measures the speed before there is a stage (pretrain.py) uses `until_it_fits`.
+# The dry run: one micro-batch, forward and backward, before the first step, so that running out of memory shows now and
+# not after an hour. budget.py, which measures the speed before there is a stage, uses `until_it_fits` too.
 #
 # On NPUs with TASK_QUEUE_ENABLE=2, which training uses, an operator whose workspace does not fit raises once; from then
-# on torch_npu drops every operation without an error, and reads return what the memory held before. Nothing mends that
-# but a new process: it ends with OutOfMemory.status, and `ascendchat launch` starts again with the next smaller batch.
+# on torch_npu drops every operation without an error, and reads return what the memory held before. Only a new process
+# helps: this one ends with OutOfMemory.status, and `ascendchat launch` starts again with the next smaller batch.
 #
-# So it does where ranks share the weights out (nn/sharded.py): they gather layer by layer, and a rank that ran out of
-# memory in the middle takes no further part, while the others wait for its share and cannot be asked.
+# The same where ranks share the weights out (nn/sharded.py): they gather layer by layer, and a rank that ran out of
+# memory in the middle takes no further part, while the others wait for its shard.
 
 
 def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
     """Take smaller device batches until one fits on all ranks."""
 
     def trial() -> None:
-        stage.loss(stage.probe()).value.backward()  # type: ignore[no-untyped-call]
+        stage.forward_backward(stage.probe())
         device.synchronize()
 
     until_it_fits(trial, stage.smaller, stage.optimizer.zero_grad, stage.model, device, say)
@@ -406,8 +413,8 @@ def until_it_fits(
     device: Device,
     say: Callable[[str], None],
 ) -> None:
-    """`trial` again and again, with `smaller` batches, until it fits on all ranks; it calls no other rank. `clear`
-    frees the gradients."""
+    """Repeat `trial` with `smaller` batches until it fits on all ranks. It may call no collective, since a rank that
+    ran out of memory would not take part. `clear` zeroes the gradients."""
     place = next(model.parameters()).device
     for _ in range(_agreed(int(os.environ.get(SMALLER, "0")), place)):  # what processes before this one have found
         _shrink(smaller, say)
@@ -434,13 +441,13 @@ def until_it_fits(
 
 
 def _shared_out(model: torch.nn.Module) -> bool:
-    """Whether other ranks hold parts of the weights. Such parameters are DTensors, which are told by what they have,
-    since importing that class takes a second."""
+    """True if other ranks hold shards of the weights. Such parameters are DTensors, recognised by an attribute, since
+    importing that class takes a second."""
     return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
 def _agreed(number: int, place: torch.device) -> int:
-    """The largest of all ranks."""
+    """The largest number of all ranks."""
     flag = torch.tensor([float(number)], device=place)
     collectives.all_reduce(flag, "max")
     return int(flag.item())

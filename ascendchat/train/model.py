@@ -1,15 +1,16 @@
-"""A model on its device as training sees it: kernel, compiled forward pass, loss.
+"""A model on its device for training: attention kernel, compiled forward pass, loss, captured micro-batches.
 
 learner = build(config, shape, here)
-learner.loss(batch, weight).backward()
+learner.forward_backward(batch, weight)                  # gradients are added to those of earlier micro-batches
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,12 +23,11 @@ from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import Batch
 from ascendchat.device import Device
 from ascendchat.errors import UserError
-from ascendchat.nn.attention import Attention, Flash, choose
-from ascendchat.nn.documents import Documents, documents
+from ascendchat.nn.attention import Attention, Flash, choose, dense, documents
 from ascendchat.nn.fp8 import Fp8Head, Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps
 from ascendchat.nn.loss import HeadProducts, head_loss, token_nats
-from ascendchat.nn.model import LanguageModel, dense
+from ascendchat.nn.model import Documents, LanguageModel
 from ascendchat.nn.optim import Group, MuonAdamW, adamw_groups, groups
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
@@ -39,13 +39,24 @@ _Model = TypeVar("_Model", bound=LanguageModel)
 
 
 def say(sentence: str) -> None:
-    """To people, once."""
+    """Print on rank 0."""
     if collectives.world().rank == 0:
         print(sentence)
 
 
-class Learner(Generic[_Model]):
-    """A model on its device, with the kernel chosen for it, compiled where that is sound."""
+class _Graph(NamedTuple):
+    """A captured micro-batch."""
+
+    shape: torch.Size  # (B, T) of its tokens
+    replay: Callable[..., Tensor]
+
+
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+class TrainModel(Generic[_Model]):
+    """A model on its device, with the kernel chosen for it, compiled where that is sound, captured where that pays."""
 
     def __init__(
         self,
@@ -65,10 +76,12 @@ class Learner(Generic[_Model]):
         self.score = device.compile(model.score, dynamic=False)
         eight = isinstance(getattr(model, "ops", None), Fp8Ops)
         self.products = Fp8Head(partial(device.compile, dynamic=False)) if eight else HeadProducts
+        self._graph: _Graph | None = None
+        self._first, self._keeps = True, True
 
     @property
     def packaged(self) -> list[str]:
-        """What packages compute here that a user may have installed or not."""
+        """Parts of the model that optional packages compute here."""
         ops, kernel = getattr(self.model, "ops", None), self.kernel
         used = {
             "attention": isinstance(kernel, Flash) and kernel.packaged >= self.model.shape.head_dim,
@@ -78,22 +91,22 @@ class Learner(Generic[_Model]):
 
     @cached_property
     def reader(self) -> Attention:
-        """The kernel for samples and scores, which read caches: the same where it can."""
-        asked = self.device.type, self.device.dtype, self.model.shape.head_dim
-        if self.kernel.refusal(*asked, decodes=True) is None:
+        """The kernel for samples and scores, which read KV caches: that of training where it can."""
+        where = self.device.type, self.device.dtype, self.model.shape.head_dim
+        if self.kernel.refusal(*where, decodes=True) is None:
             return self.kernel
-        kernel, why = choose(*asked, decodes=True)
+        kernel, why = choose(*where, decodes=True)
         say(f"samples and scores use another kernel, {why}")
         return kernel
 
     def mean_over(self, tokens: int) -> None:
-        """The tokens of this rank that the loss of a step is the mean of: the size of its gradients follows."""
+        """Set the number of this rank's tokens that the loss of a step is the mean of: fp8 scales gradients by it."""
         ops = getattr(self.model, "ops", None)
         if isinstance(ops, Fp8Ops):
             ops.mean_over(tokens)
 
     def documents(self, tokens: Tensor, lengths: NDArray[np.int32]) -> Documents | None:
-        """Where the documents of a batch lie, if its tokens are to keep to them; made once for all layers."""
+        """Borders of the documents in a batch, if attention keeps to them, else None; made once for all layers."""
         if not self.by_document:
             return None
         device, restarts = self.device, self.model.restarts
@@ -101,36 +114,98 @@ class Learner(Generic[_Model]):
             self.kernel, lengths, tokens, device.dtype, compiled=device.compiles, pin=device.pin, restarts=restarts
         )
 
-    def hidden(self, inputs: Tensor, known: Documents | None) -> Tensor:
-        """(B, T, C), compiled where that is sound."""
-        hidden: Tensor = self._forward(inputs, self.attend, self._rope, documents=known)
+    def hidden(self, inputs: Tensor, documents: Documents | None) -> Tensor:
+        """Hidden states (B, T, C) of inputs (B, T), compiled where that is sound."""
+        hidden: Tensor = self._forward(inputs, self.attend, self._rope, documents=documents)
         return hidden
 
-    def loss(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
-        """`weight` times the sum of the nats of all targets; `ahead` as in nn/loss.py."""
-        known = self.documents(batch.inputs, batch.lengths)
+    def loss(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
+        """`weight` times the sum of the nats of all targets; `mtp_weight`: see head_loss in nn/loss.py."""
+        documents = self.documents(batch.inputs, batch.lengths)
         return head_loss(
-            self.hidden(batch.inputs, known),
+            self.hidden(batch.inputs, documents),
             self.model.head,
             batch.targets,
             self.model.shape.vocab,
             weight=weight,
-            ahead=ahead,
-            follows=None if known is None else known.follows,
+            mtp_weight=mtp_weight,
+            continues_document=None if documents is None else documents.continues_document,
             scorer=self.score,
             products=self.products,
         )
 
+    def forward_backward(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
+        """`loss`, without its autograd graph; its gradients are added up.
+
+        The first call captures all this as one graph, where that pays, and leaves gradients without meaning: it is for
+        the dry run. Micro-batches of another size are launched operator by operator.
+        """
+        if self._first and self.captures(len(batch.inputs)):
+            self._graph = self._capture(batch, weight, mtp_weight)
+        self._first = False
+        if self._graph is None or batch.inputs.shape != self._graph.shape:
+            return self._eager(batch, weight, mtp_weight)
+        return self._graph.replay(
+            *_present(batch.inputs, batch.targets, weight, mtp_weight)
+        ).clone()  # it is overwritten
+
+    def _eager(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
+        loss = self.loss(batch, weight, mtp_weight)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not self._keeps:
+            self.model.zero_grad()
+        return loss.detach()
+
+    def captures(self, rows: int) -> bool:
+        """True if micro-batches of so many rows are captured: they are short and always the same work. Several devices
+        were not tried."""
+        model, device = self.model, self.device
+        able = device.records_training and device.compiles and device.chip.graphs
+        if not able or not isinstance(model, GPT) or collectives.world().size > 1:
+            return False
+        same = not self.by_document and not model.dropout and not device.scaling.needed
+        return same and short(model.shape, device.chip, rows, model.checkpoint_activations)
+
+    def _capture(self, like: MicroBatch, weight: Tensor, mtp_weight: Tensor | None) -> _Graph | None:
+        """One graph of forward and backward pass for micro-batches of the size of `like`."""
+
+        def run(inputs: Tensor, targets: Tensor, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
+            return self._eager(replace(like, inputs=inputs, targets=targets), weight, mtp_weight)
+
+        self.device.release()  # blocks that other work has left would lack here
+        static = [tensor.clone() for tensor in _present(like.inputs, like.targets, weight, mtp_weight)]
+        try:
+            return _Graph(like.inputs.shape, self.device.graph(run, *static))
+        except torch.OutOfMemoryError:  # other processes have some of the device's memory
+            say("there is no room to capture micro-batches: their operators are launched one by one")
+        self.device.release()
+        return None
+
+    def release_graph(self) -> None:
+        """Forget the graph: micro-batches have another size from here on, or gradients another place."""
+        self._graph, self._first = None, True
+
+    @contextmanager
+    def forgetting_gradients(self) -> Iterator[None]:
+        """Keep no gradients in here, to measure the speed before there is an optimizer that has room for them."""
+        self.release_graph()
+        self._keeps = False
+        try:
+            yield
+        finally:
+            self.release_graph()
+            self._keeps = True
+
     def nats(self, batch: Batch) -> Tensor:
-        """Nats of every target of a batch on the host, without gradient; 0 where nothing is scored."""
+        """Nats of every target of a batch on the host, for evaluation; 0 where nothing is scored."""
         inputs, targets = (torch.from_numpy(array).to(self.place) for array in (batch.inputs, batch.targets))
         hidden = self.model(inputs, self.attend, documents=self.documents(inputs, batch.lengths))
         return token_nats(hidden, self.model.head, targets, self.model.shape.vocab, self.model.cap)
 
 
 def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -> Ops:
-    """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/triton_training.py where that runs, and
-    with the MLP of a package, if it may be `packaged`."""
+    """Choose the operators of a block: 8-bit, the chip's own, or plain torch; with nn/triton_training.py where that
+    runs, and with the MLP of an optional package, if it may be `packaged`."""
     device = here.device
     heads: Heads | None = None
     if device.triton:
@@ -154,9 +229,9 @@ def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -
     return device.operators() or PlainOps(heads, mlp)
 
 
-def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True) -> Learner[GPT]:
-    """Model and kernel; weights are drawn on the host, so every device starts alike. `packaged`: False where what is
-    computed with gradients is compared with what is computed without, which a package rounds otherwise."""
+def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True) -> TrainModel[GPT]:
+    """Make model and kernel; weights are drawn on the host, so every device starts alike. `packaged`: False where
+    values computed with gradients are compared with values computed without, which a package rounds otherwise."""
     device = here.device
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     here.say(reason)
@@ -171,13 +246,13 @@ def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = T
     model = GPT(shape, ops, checkpoint_activations=config.activation_checkpointing, dropout=dropout)
     model.initialise(config.seed)
     place = here.place
-    learner = Learner(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
+    learner = TrainModel(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
     say_package(learner, here)
     return learner
 
 
-def say_package(learner: Learner, here: Context) -> None:
-    """Whether rows are read by a package that the user has installed for that, and if not, why."""
+def say_package(learner: TrainModel, here: Context) -> None:
+    """Say whether an optional package computes attention over rows, and if not, why."""
     if isinstance(learner.kernel, Flash):
         from ascendchat.device.cuda_attention import notice
 
@@ -185,8 +260,8 @@ def say_package(learner: Learner, here: Context) -> None:
             here.say(said)
 
 
-def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
-    """The optimizer of a model on its device; `made`: other groups than the usual ones."""
+def optimizer_for(learner: TrainModel, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
+    """Make the optimizer of a model; `made`: other groups than the default ones."""
     device, model = learner.device, learner.model
     compile = device.compile if device.compiles else None
     made = made or (groups(model, rates) if isinstance(model, GPT) else adamw_groups(model, rates["all"]))
@@ -196,89 +271,23 @@ def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Grou
     )
 
 
-def noise(learner: Learner, split: Split, seed: int = 0) -> MicroBatch:
-    """A micro-batch of random tokens, another one on every rank: to measure memory and speed."""
+def random_micro_batch(learner: TrainModel, split: Split, seed: int = 0) -> MicroBatch:
+    """Random tokens, others on every rank, to measure memory and speed."""
     generator = torch.Generator().manual_seed(seed + collectives.world().rank)
     size = (2, split.rows, split.seq_len)
     inputs, targets = torch.randint(0, learner.model.shape.vocab, size, generator=generator).to(learner.place)
     return MicroBatch(inputs, targets, np.full(split.rows, split.seq_len, np.int32), split.total)
 
 
-# A micro-batch as one recording of the device: forward, loss and backward without a launch of the host.
-#
-#     learn = learning(learner, like, weight, ahead, clear)     # `like`: a micro-batch of the size that is to come
-#     loss = learn(batch, weight, ahead)                        # its gradients are added up
-#
-# A small model is over before the host has launched it.
+# A small model has done a micro-batch before the host has launched it, so a short one is captured as one graph.
 
 SHORT = 0.01  # seconds at the chip's peak; a longer micro-batch hides its launches (docs/log.md)
 
-Learn = Callable[[MicroBatch, Tensor, Tensor | None], Tensor]
-
-
-def pays(learner: Learner, rows: int) -> bool:
-    """Whether micro-batches of so many rows are recorded: they are short, always the same work, and there is room for
-    their activations beside those of work that is not recorded. Several devices were not tried."""
-    model, device = learner.model, learner.device
-    able = device.records_training and device.compiles and device.chip.graphs
-    if not able or not isinstance(model, GPT) or collectives.world().size > 1:
-        return False
-    same = not learner.by_document and not model.dropout and not device.scaling.needed
-    return same and short(model.shape, device.chip, rows, model.checkpoint_activations)
-
 
 def short(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> bool:
-    """By time at the chip's peak, and by room."""
+    """True if a micro-batch is short, by its time at the chip's peak, and has room in a graph, which keeps its
+    activations beside those of work outside of it."""
     held = training(shape, chip, 1, rows, checkpointing)
     twice = sum(held.values()) + held["activations"] + held["logits"] + held["workspace"]
     seconds = rows * shape.seq_len * shape.train_flops_per_token / chip.peak if chip.peak else SHORT
     return seconds < SHORT and twice <= usable(chip)
-
-
-def learning(
-    learner: Learner,
-    like: MicroBatch,
-    weight: Tensor,
-    ahead: Tensor | None,
-    clear: Callable[[], None],
-    *,
-    keep: bool = True,
-) -> Learn:
-    """Learns from micro-batches; those of the size of `like` as one recording, where that pays. Call it when there are
-    no gradients yet: `clear` forgets those that recording makes. `weight`, `ahead`: as they will be given, or None.
-    A recording adds up gradients that an optimizer has given their place; without one, `keep` none of them."""
-
-    def plain(batch: MicroBatch, weight: Tensor, ahead: Tensor | None) -> Tensor:
-        loss = learner.loss(batch, weight, ahead)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if not keep:
-            clear()
-        return loss.detach()
-
-    if not pays(learner, like.inputs.size(0)):
-        return plain
-
-    def run(inputs: Tensor, targets: Tensor, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
-        return plain(replace(like, inputs=inputs, targets=targets), weight, ahead)
-
-    def given(batch: MicroBatch, *numbers: Tensor | None) -> list[Tensor]:
-        return [batch.inputs, batch.targets, *(number for number in numbers if number is not None)]
-
-    learner.device.release()  # what ran before, unrecorded, has left room for its activations
-    try:
-        replay = learner.device.graph(run, *(tensor.clone() for tensor in given(like, weight, ahead)))
-    except torch.OutOfMemoryError:  # other processes have some of the device's memory
-        say("there is no room to record micro-batches: they are launched one by one")
-        replay = None
-    clear()
-    if replay is None:
-        learner.device.release()
-        return plain
-
-    def learn(batch: MicroBatch, weight: Tensor, ahead: Tensor | None) -> Tensor:
-        if batch.inputs.shape != like.inputs.shape:
-            return plain(batch, weight, ahead)
-        loss: Tensor = replay(*given(batch, weight, ahead))
-        return loss.clone()  # the next one is written to the same place
-
-    return learn

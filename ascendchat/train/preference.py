@@ -14,7 +14,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,10 +49,18 @@ from ascendchat.sizes.schedule import Curve, finetuning_scale
 from ascendchat.sizes.shape import Shape
 from ascendchat.tasks.named import knows
 from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
-from ascendchat.train.model import Learner
-from ascendchat.train.rows import RowStage, share_out
+from ascendchat.train.model import TrainModel, optimizer_for
+from ascendchat.train.rows import (
+    RowStage,
+    curve,
+    learning_rates,
+    pretraining_rates,
+    row_facts,
+    row_identity,
+    share_out,
+)
 from ascendchat.train.run import train_stage
-from ascendchat.train.stage import Loss
+from ascendchat.train.stage import Loss, Optimizer
 from ascendchat.train.start import Beginning, check_output, only_weights
 
 BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
@@ -70,7 +78,7 @@ _Config = TypeVar("_Config", bound=FinetuneConfig)
 
 
 def method_of(config: FinetuneConfig) -> str:
-    """The loss that is asked for: `--stage orpo` and `--stage dpo --pref-loss orpo` are the same."""
+    """Name of the loss: `--stage orpo` and `--stage dpo --pref-loss orpo` are the same."""
     if config.pref_loss == "sigmoid":
         return config.stage
     if config.stage not in ("dpo", config.pref_loss):
@@ -79,7 +87,7 @@ def method_of(config: FinetuneConfig) -> str:
 
 
 def check_numbers(config: FinetuneConfig) -> None:
-    """Refuse a number that the loss would not use: a run would seem to have it."""
+    """Refuse a hyperparameter that the loss would not use."""
     method = method_of(config)
     for name, losses in TAKEN_BY.items():
         if getattr(config, name) and method not in losses:
@@ -90,7 +98,7 @@ def check_numbers(config: FinetuneConfig) -> None:
 
 
 def weights_of(method: str, options: PreferenceOptions) -> Weights:
-    """The numbers of the loss."""
+    """Hyperparameters of the loss."""
     gamma = GAMMA if options.simpo_gamma is None else options.simpo_gamma
     return Weights(
         beta=options.pref_beta or BETAS[method],
@@ -102,7 +110,7 @@ def weights_of(method: str, options: PreferenceOptions) -> Weights:
 
 @dataclass(frozen=True)
 class _UploadedPairs:
-    """What one forward pass takes, on the device. R rows of T tokens, S segments, P pairs."""
+    """One micro-batch of pairs on the device. R rows of T tokens, S segments, P pairs."""
 
     inputs: Tensor  # (R, T)
     targets: Tensor  # (R, T), IGNORE but on the replies
@@ -118,44 +126,66 @@ class _UploadedPairs:
 class PreferenceStage(RowStage):
     """A loss on pairs of replies. `split` shares out bins of two rows."""
 
-    mixture: PairMixture
-
     def __init__(
         self,
         method: str,
-        learner: Learner,
+        learner: TrainModel,
         split: Split,
         steps: int,
         mixture: PairMixture,
         tokenizer: Tokenizer,
         config: FinetuneConfig,
         origin: Checkpoint | HFSource,
+        *,
+        optimizer: Optimizer | None = None,
+        identity: Mapping[str, Any] | None = None,
+        weights: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
-        self.method, self.mixture, self.origin, self.config = method, mixture, origin, config
+        """`optimizer`: another than that of our own models; `identity`: more of it; `weights`: of a checkpoint, if not
+        all."""
+        self.method, self.mixture = method, mixture
         self.numbers = weights_of(method, config)
         self.reference: Tensor | None = None  # (pairs, 2), of all pairs of the mixture, on the host
         shape = learner.model.shape
         readout = Float32Readout(learner.model.head.dtype, learner.place)
-        self.drawn = Drawn(shape.vocab, softcap=learner.model.softcap, readout=readout)
-        super().__init__(learner, split, steps, tokenizer, config, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
+        self.distribution = Drawn(shape.vocab, softcap=learner.model.softcap, readout=readout)
+        learning = learning_rates(config, shape, split.total)
+        over_run = curve(config, steps, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
+        start = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
+        super().__init__(
+            learner,
+            split,
+            steps,
+            batches=partial(PairBatches, mixture.sources),
+            optimizer=optimizer or optimizer_for(learner, learning),
+            rates=partial(pair_rates, steps=steps, curve=over_run, config=config),
+            identity={
+                "stage": "hf",
+                "method": method,
+                "loss": vars(self.numbers),
+                **row_identity(learner, tokenizer, split, steps, config.seed),
+                "data": mixture.facts,
+                "start": start,
+                **(identity or {}),
+            },
+            facts=row_facts(learner, split, learning, over_run),
+            weights=weights,
+        )
         self.model.train()  # activations are recomputed in this mode only
 
     # ---- a step --------------------------------------------------------------------------------
 
-    def batches(self, rows_per_step: int) -> PairBatches:
-        return PairBatches(self.mixture.sources, rows_per_step)
-
     def micro_batches(self, step: int) -> Iterator[_UploadedPairs]:  # type: ignore[override]
         """This rank's bins of a step; one batch is made while the device works on that before."""
         split, mine = self.split, self.split.rows * self.split.accumulation
-        batches, first = self.batches(mine * split.devices), collectives.world().rank * mine
+        batches, first = PairBatches(self.mixture.sources, mine * split.devices), collectives.world().rank * mine
         pairs = batches.targets(step)
         for begin in range(first, first + mine, split.rows):
             yield self.upload(batches.batch(step, begin, begin + split.rows), pairs)
 
     def upload(self, batch: PairBatch, step_pairs: int) -> _UploadedPairs:
         put = partial(to_device, place=self.learner.place, pin=self.learner.device.pin)
-        known = None if self.reference is None else self.reference[torch.from_numpy(batch.number)]
+        reference = None if self.reference is None else self.reference[torch.from_numpy(batch.number)]
         return _UploadedPairs(
             put(batch.inputs),
             put(batch.targets),
@@ -164,7 +194,7 @@ class PreferenceStage(RowStage):
             put(batch.chosen),
             put(batch.rejected),
             put(batch.tokens, dtype=torch.float32),
-            None if known is None else put(known, dtype=torch.float32),
+            None if reference is None else put(reference, dtype=torch.float32),
             step_pairs,
         )
 
@@ -172,42 +202,36 @@ class PreferenceStage(RowStage):
         """(P, 2) log-probabilities of the chosen and of the rejected replies; logits exist chunk by chunk."""
         learner = self.learner
         hidden = learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
-        logprobs = learnt_logprobs(hidden, learner.model.head, batch.targets, self.drawn)
+        logprobs = learnt_logprobs(hidden, learner.model.head, batch.targets, self.distribution)
         every = sequence_sums(logprobs.flatten(), batch.owner, len(batch.lengths))
         return torch.stack((every[batch.chosen], every[batch.rejected]), dim=1)
 
     def compared(self, batch: _UploadedPairs) -> tuple[Preference, dict[str, Tensor]]:
-        """The loss of every pair, and what is measured of it, (P,) each."""
-        sums, known = self.sums(batch), batch.reference
-        references = () if known is None else known.unbind(1)
-        found = preference(self.method, Pairs(*sums.unbind(1), *batch.tokens.unbind(1), *references), self.numbers)
+        """Losses and metrics of all pairs, (P,) each."""
+        sums, reference = self.sums(batch), batch.reference
+        references = () if reference is None else reference.unbind(1)
+        result = preference(self.method, Pairs(*sums.unbind(1), *batch.tokens.unbind(1), *references), self.numbers)
         means = (sums.detach() / batch.tokens).unbind(1)
-        return found, {
-            "accuracy": (found.chosen > found.rejected).float(),
-            "margin": found.chosen - found.rejected,
-            "reward_chosen": found.chosen,
-            "reward_rejected": found.rejected,
+        return result, {
+            "accuracy": (result.chosen > result.rejected).float(),
+            "margin": result.chosen - result.rejected,
+            "reward_chosen": result.chosen,
+            "reward_rejected": result.rejected,
             "logprob_chosen": means[0],  # per token
             "logprob_rejected": means[1],
         }
 
-    def loss(self, batch: _UploadedPairs, scale: float = 1.0) -> Loss:  # type: ignore[override]
-        """Every pair of the step weighs the same. The loop takes the mean over the ranks."""
-        found, measured = self.compared(batch)
+    def forward_backward(self, batch: _UploadedPairs, scale: float = 1.0) -> Loss:  # type: ignore[override]
+        """Add the gradients of the pairs; every pair of the step weighs the same, whichever rank has it."""
+        result, metrics_of_pairs = self.compared(batch)
         share = self.split.devices / batch.step_pairs
-        metrics = {name: value.sum() * share for name, value in measured.items()}
-        return Loss(found.loss.sum() * (share * scale), metrics)
+        metrics = {name: value.sum() * share for name, value in metrics_of_pairs.items()}
+        return Loss(result.loss.sum() * (share * scale), metrics).backward()
 
-    def probe(self) -> _UploadedPairs:  # type: ignore[override]
-        """The first bins: a bin is as large as any other."""
+    def probe(self) -> _UploadedPairs:
+        """The first bins: all bins have one size."""
         batches = PairBatches(self.mixture.sources, self.split.rows)
         return self.upload(batches.batch(0), batches.targets(0))
-
-    def rates(self, step: int) -> dict[str, float]:
-        curve, config = self.curve, self.config
-        scale = finetuning_scale(step, self.steps, config.lr_scheduler_type, curve.warmup, curve.final)
-        rates = {**super().rates(step), "lr_scale": scale}
-        return {**rates, "clip": config.max_grad_norm} if config.max_grad_norm else rates
 
     # ---- looking at it -------------------------------------------------------------------------
 
@@ -221,7 +245,7 @@ class PreferenceStage(RowStage):
 
     @torch.no_grad()
     def reference_table(self) -> Tensor:
-        """(pairs, 2) by the weights as they are now, of all pairs of the mixture, on the host."""
+        """Log-probabilities (pairs, 2) of all pairs of the mixture by the weights as they are now, on the host."""
         every = self.mixture.every
         table = torch.zeros(sum(rows.pairs for rows in every), 2, device=self.learner.place)
         self.model.eval()
@@ -235,26 +259,23 @@ class PreferenceStage(RowStage):
         return table.cpu()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Means over the pairs that are not trained on; nothing without any."""
+        """Mean metrics of the held-out pairs; empty without any."""
         total: Tensor | None = None
         names: tuple[str, ...] = ()
         for index in range(len(self.mixture.sources), len(self.mixture.every)):
             for batch, own in self.all_bins(index):
-                found, measured = self.compared(self.upload(batch, 1))
+                result, metrics = self.compared(self.upload(batch, 1))
                 if not own:
                     continue
-                values = {"val_loss": found.loss, **{f"val_{name}": value for name, value in measured.items()}}
-                row = torch.stack([*(value.sum() for value in values.values()), found.loss.new_tensor(len(found.loss))])
+                values = {"val_loss": result.loss, **{f"val_{name}": value for name, value in metrics.items()}}
+                row = torch.stack(
+                    [*(value.sum() for value in values.values()), result.loss.new_tensor(len(result.loss))]
+                )
                 total, names = row if total is None else total + row, tuple(values)
         return averaged(total, names, self.learner.place)
 
     def is_spike(self, loss: float, mean: float) -> bool:
         return False  # a pair that is far off in a step of few pairs shows nothing
-
-    def identity(self) -> dict[str, Any]:
-        start = f"{self.origin.state.get('stage')} step {self.origin.step} {self.origin.fingerprint}"
-        about = {"stage": "hf", "method": self.method, "loss": vars(self.numbers)}
-        return {**about, **super().identity(), "data": self.mixture.facts, "start": start}
 
     def summary(self) -> str:
         split, mixture = self.split, self.mixture
@@ -266,8 +287,15 @@ class PreferenceStage(RowStage):
         )
 
 
+def pair_rates(step: int, *, steps: int, curve: Curve, config: FinetuneConfig) -> dict[str, float]:
+    """Arguments of the optimizer for pairs, whichever model."""
+    scale = finetuning_scale(step, steps, config.lr_scheduler_type, curve.warmup, curve.final)
+    rates = {**pretraining_rates(step, steps=steps, curve=curve), "lr_scale": scale}
+    return {**rates, "clip": config.max_grad_norm} if config.max_grad_norm else rates
+
+
 def averaged(total: Tensor | None, names: tuple[str, ...], place: torch.device) -> dict[str, float]:
-    """Sums and a count on each rank -> means over all; a rank may have seen nothing."""
+    """Means over all ranks from the sums and a count of each; a rank may have seen nothing."""
     every = collectives.gather_objects(names)
     names = next((found for found in every if found), ())
     if not names:
@@ -279,7 +307,7 @@ def averaged(total: Tensor | None, names: tuple[str, ...], place: torch.device) 
 
 
 def doubled(shape: Any) -> Any:
-    """The shape whose rows are bins: two rows of T tokens take as much room as one of 2 T."""
+    """Shape for planning memory: a bin, two rows of T tokens, takes as much as one row of 2 T."""
     if isinstance(shape, HFShape):
         counted = replace(shape.counted, seq_len=2 * shape.seq_len)
         return replace(shape, seq_len=2 * shape.seq_len, counted=counted)
@@ -302,8 +330,8 @@ def batch_and_steps(config: FinetuneConfig, shape: Any, device: Device, mixture:
     return split, config.num_iterations or max(1, math.ceil(bins * config.epochs / per_step))
 
 
-def usual_rate(config: FinetuneConfig, learner: Learner) -> float | None:
-    """The learning rate of a Hugging Face model; ours have others."""
+def usual_rate(config: FinetuneConfig, learner: TrainModel) -> float | None:
+    """Learning rate of a Hugging Face model; our own models have one per group."""
     if config.learning_rate or isinstance(learner.model, GPT):
         return config.learning_rate
     adapters = not all(parameter.requires_grad for parameter in learner.model.parameters())
@@ -311,12 +339,12 @@ def usual_rate(config: FinetuneConfig, learner: Learner) -> float | None:
 
 
 def for_pairs(config: _Config) -> _Config:
-    """The config, if it makes sense for pairs; tokens see their own document only."""
+    """Check the config for training on pairs; attention keeps to documents."""
     method_of(config)
     if not config.data:
         raise UserError("name the pairs to learn from: --data FILE with the columns prompt, chosen and rejected")
-    if asked := next((name for name in NOT_HERE if getattr(config, name)), ""):
-        raise UserError(f"--{asked.replace('_', '-')} means nothing for pairs; leave it out")
+    if name := next((name for name in NOT_HERE if getattr(config, name)), ""):
+        raise UserError(f"--{name.replace('_', '-')} means nothing for pairs; leave it out")
     if config.attend == "row":
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
     return replace(config, attend="document")
@@ -338,7 +366,7 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
         shape.seq_len,
         seed=config.seed,
         held_out=config.val_size,
-        most=config.max_samples,
+        max_pairs=config.max_samples,
         validation=validation,
         packing=config.packing,
         say=here.say,
@@ -389,7 +417,7 @@ class Reference:
         self.fingerprint = hashlib.sha256("\n".join(belongs_to).encode()).hexdigest()[:16]
 
     def read(self) -> Tensor | None:
-        """What was written for the same model and pairs, if it is whole."""
+        """The table on disk, if it is whole and belongs to this model and these pairs; else None."""
         try:
             about = json.loads(self.about.read_text(encoding="utf-8"))
             if about["fingerprint"] != self.fingerprint or about["sha256"] != sha256(self.path):
@@ -399,24 +427,24 @@ class Reference:
             return None
 
     def read_or_make(self, make: Callable[[], Tensor], here: Context) -> Tensor:
-        """On all ranks; `make` is asked on all of them, or on none."""
-        found: Tensor | None = collectives.broadcast_object(self.read() if here.main else None)
-        if found is not None:
+        """The table on all ranks: read, or made by all of them."""
+        table: Tensor | None = collectives.broadcast_object(self.read() if here.main else None)
+        if table is not None:
             here.say(f"log-probabilities of the reference: read from {self.path}")
-            return found
+            return table
         here.say("log-probabilities of the reference: computed once, for all pairs")
         return make()
 
     def write(self, table: Tensor, say: Callable[[str], None] = print) -> None:
-        """Unless it is there already. Without the file it is computed again when the run goes on."""
+        """Write the table, unless it is there already. Without the file it is computed again when the run resumes."""
         try:
             self._write(table)
         except UNWRITTEN as error:
             say(f"log-probabilities of the reference: not kept in {self.path} ({error}); training goes on")
 
     def _write(self, table: Tensor) -> None:
-        known = self.read()
-        if known is not None and torch.equal(known, table):
+        old = self.read()
+        if old is not None and torch.equal(old, table):
             return
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         write_weights(beside, {NAME: table})

@@ -9,16 +9,16 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ascendchat.checkpoint import Checkpoint, to_continue
+from ascendchat.checkpoint import to_continue
 from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data import toyworld
 from ascendchat.data.corpus import Corpus, TextRows, open_corpora, read_corpus_manifest
-from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import MIXTURE, Batches, absolute, parse_entry
 from ascendchat.data.prepare import TOYWORLD, prepare
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
@@ -28,18 +28,26 @@ from ascendchat.errors import UserError, home
 from ascendchat.eval import core
 from ascendchat.eval.core import load_bundle
 from ascendchat.models.open import settings_of
-from ascendchat.nn.optim import MuonAdamW
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
-from ascendchat.sizes.memory import mean_on_device
-from ascendchat.train.budget import MAX_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
-from ascendchat.train.model import Learn, Learner, build, learning
-from ascendchat.train.rows import SAMPLE_TOKENS, RowStage
+from ascendchat.sizes.schedule import Curve
+from ascendchat.train.budget import MAX_PASSES, passes, plan_run, shape_of, sizes_for, token_budget
+from ascendchat.train.evaluation import SAMPLE_TOKENS, Evaluation, continue_prompts, core_metrics, text_bits
+from ascendchat.train.model import TrainModel, build, optimizer_for
+from ascendchat.train.rows import (
+    RowStage,
+    WeightAveraging,
+    curve,
+    learning_rates,
+    pretraining_rates,
+    row_facts,
+    row_identity,
+    seeder,
+)
 from ascendchat.train.run import train_stage, training_context, with_attend
-from ascendchat.train.stage import Loss, updates_of
 
 MAX_EVAL_TOKENS = 10_000_000
 EMBEDDED_VOCAB = 1536  # ids of the tokenizer that is made for the embedded corpus,
@@ -50,104 +58,8 @@ MAX_SHARDS, SHARD_TOKENS = 6542, 55_000_000  # files of climbmix, and the tokens
 PROMPTS = ("", "The capital of", "北京")
 
 
-class BaseStage(RowStage):
-    """Next-token prediction over packed text."""
-
-    def __init__(
-        self,
-        learner: Learner,
-        split: Split,
-        steps: int,
-        text: _Text,
-        config: BaseConfig,
-        core_tasks: Sequence[core.CoreTask] = (),
-    ) -> None:
-        self.text, self.eval_tokens = text, config.eval_tokens
-        self.core_tasks, self.core_rows = core_tasks, config.core_metric_max_per_task
-        self.dropout = config.dropout
-        self._learn: Learn | None = None
-        super().__init__(learner, split, steps, text.tokenizer, config)
-        self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
-        held = (
-            learner.model.shape,
-            learner.device.chip,
-            collectives.world().size,
-            split.rows,
-            config.activation_checkpointing,
-        )
-        self.planned: Split | None = split  # None: not even that fits
-        self.roomy = mean_on_device(*held) > 0  # not with a smaller one: then the plan counted too little
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
-        if self.dropout:
-            self.draw_anew(step)
-        return super().micro_batches(step)
-
-    def learn(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
-        weight = self.weight(batch, scale)
-        if self._learn is None:  # the first of the run: there are no gradients yet
-            self._learn = learning(self.learner, batch, weight, self.ahead, self.optimizer.zero_grad)
-        return Loss(self._learn(batch, weight, self.ahead))
-
-    def probe(self) -> MicroBatch:
-        self.averaging.reserve_mean(self.roomy and self.split is self.planned)
-        self.ahead = torch.full((), schedule.ahead(0, self.steps), device=self.learner.place)
-        return super().probe()
-
-    def smaller(self) -> bool:
-        if super().smaller():
-            return True
-        again, self.planned = self.roomy and self.split is self.planned, None  # one row may fit without the mean
-        return again
-
-    @property
-    def averaging(self) -> MuonAdamW:
-        assert isinstance(self.optimizer, MuonAdamW)
-        return self.optimizer
-
-    def after_step(self, step: int) -> None:
-        """The model is a mean of weights of the last part of the run."""
-        count = schedule.averaged(step, self.steps)
-        if count > schedule.averaged(step - 1, self.steps):
-            self.averaging.average(count, last=step + 1 == self.steps)
-
-    def load(self, saved: Checkpoint) -> None:
-        """The mean comes to the host; the dry run finds where it was before, for the same bits."""
-        averaging = schedule.averaged(saved.step - 1, self.steps) > 0
-        self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging)
-
-    def batches(self, rows_per_step: int) -> Batches:
-        seq_len, seed = self.split.seq_len, self.seed
-        return Batches(
-            [(TextRows(corpus, seq_len, seed), weight) for corpus, weight in self.text.corpora], rows_per_step
-        )
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        return self.text_bits(self.text.validation, self.eval_tokens or MAX_EVAL_TOKENS)
-
-    def examine(self, step: int) -> dict[str, float]:
-        length, most = self.split.seq_len, None if self.core_rows == -1 else self.core_rows
-        report = core.score_tasks(
-            self.core_tasks, self.scorer(), self.tokenizer, max_len=length, max_per_task=most, say=lambda text: None
-        )
-        whole, every = report.mean(subsets=False), report.mean(subsets=True)
-        found = {"core": whole, "core_with_subsets": None if every == whole else every}
-        return {name: score for name, score in found.items() if score is not None}
-
-    def sample(self, step: int) -> list[str]:
-        room = prompt_room(self.model.shape.seq_len, SAMPLE_TOKENS)
-        starts = [[self.tokenizer.bos, *self.tokenizer.encode(prompt)][:room] for prompt in PROMPTS]
-        plain = Sampling(max_tokens=SAMPLE_TOKENS, temperature=0.0, stop_tokens=(), tools=False)
-        return [f"{prompt} | {text}" for prompt, text in zip(PROMPTS, self.continue_prompts(starts, plain))]
-
-    def identity(self) -> dict[str, Any]:
-        data = [[corpus.fingerprint, weight] for corpus, weight in self.text.corpora]
-        return {"stage": "base", **super().identity(), "data": data}
-
-
 class _Text(NamedTuple):
-    """What a base model reads."""
+    """Corpora and tokenizer of a base model."""
 
     config: BaseConfig  # with paths that later commands find from any directory
     corpora: list[tuple[Corpus, float]]
@@ -155,17 +67,69 @@ class _Text(NamedTuple):
     tokenizer: Tokenizer
 
 
-def check_horizon(config: BaseConfig) -> None:
-    """One flag says how long the run is."""
-    asked = {"--minutes": config.minutes, "--tokens": config.tokens, "--target-flops": config.target_flops}
-    asked["--steps"] = config.num_iterations
-    given = [flag for flag in asked if asked[flag] is not None]
-    if len(given) > 1:
-        raise UserError(f"{given[0]} and {given[1]} both say how long the run is; give one of them")
+def base_stage(
+    learner: TrainModel,
+    split: Split,
+    steps: int,
+    text: _Text,
+    config: BaseConfig,
+    core_tasks: Sequence[core.CoreTask] = (),
+) -> RowStage:
+    """Next-token prediction over packed text."""
+    shape, tokenizer, seed = learner.model.shape, text.tokenizer, config.seed
+    learning, over_run = learning_rates(config, shape, split.total), curve(config, steps, Curve())
+    optimizer = optimizer_for(learner, learning)
+    decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
+    sources = [(TextRows(corpus, split.seq_len, seed), weight) for corpus, weight in text.corpora]
+    most_rows = None if config.core_metric_max_per_task == -1 else config.core_metric_max_per_task
+    most_tokens = config.eval_tokens or MAX_EVAL_TOKENS
+    evaluation = Evaluation(
+        partial(text_bits, learner, tokenizer, text.validation, most_tokens),
+        partial(core_metrics, learner, tokenizer, core_tasks, most_rows),
+        partial(samples, learner, tokenizer),
+    )
+    data = [[corpus.fingerprint, weight] for corpus, weight in text.corpora]
+    reseed = seeder(learner, seed)
+
+    def before_each_step(step: int, number: int) -> None:
+        if number == 0:
+            reseed(step)
+
+    return RowStage(
+        learner,
+        split,
+        steps,
+        batches=partial(Batches, sources),
+        optimizer=optimizer,
+        rates=partial(pretraining_rates, steps=steps, curve=over_run, decay=decay),
+        identity={"stage": "base", **row_identity(learner, tokenizer, split, steps, seed), "data": data},
+        facts=row_facts(learner, split, learning, over_run),
+        evaluation=evaluation,
+        mtp_weights=torch.tensor([schedule.ahead(step, steps) for step in range(steps)], device=learner.place),
+        averaging=WeightAveraging(optimizer, steps),
+        reseed=before_each_step if config.dropout else None,
+    )
+
+
+def samples(learner: TrainModel, tokenizer: Tokenizer) -> list[str]:
+    """Greedy continuations of PROMPTS."""
+    room = prompt_room(learner.model.shape.seq_len, SAMPLE_TOKENS)
+    starts = [[tokenizer.bos, *tokenizer.encode(prompt)][:room] for prompt in PROMPTS]
+    plain = Sampling(max_tokens=SAMPLE_TOKENS, temperature=0.0, stop_tokens=(), tools=False)
+    return [f"{prompt} | {text}" for prompt, text in zip(PROMPTS, continue_prompts(learner, tokenizer, starts, plain))]
+
+
+def check_one_length(config: BaseConfig) -> None:
+    """Refuse two flags that both say how long the run is."""
+    lengths = {"--minutes": config.minutes, "--tokens": config.tokens, "--target-flops": config.target_flops}
+    lengths["--steps"] = config.num_iterations
+    flags = [flag for flag in lengths if lengths[flag] is not None]
+    if len(flags) > 1:
+        raise UserError(f"{flags[0]} and {flags[1]} both say how long the run is; give one of them")
 
 
 def open_training_text(config: BaseConfig, here: Context) -> _Text:
-    """The corpora of --data and their tokenizer."""
+    """Open the corpora of --data and their tokenizer."""
     data, folder = find_data(config)
     corpora, tokenizer = open_corpora(data), Tokenizer.load(folder)
     if tokenizer.fingerprint != corpora[0][0].tokenizer:
@@ -179,7 +143,7 @@ def open_training_text(config: BaseConfig, here: Context) -> _Text:
 
 
 def check_tokenizer(own: Path, text: _Text) -> None:
-    """Of a run that is to go on: the usual tokenizer may have been trained anew since."""
+    """Refuse to resume with another tokenizer: the default one may have been trained anew since."""
     if own.is_dir() and Tokenizer.load(own).fingerprint != text.tokenizer.fingerprint:
         raise UserError(
             f"{own.parent} was begun with another tokenizer than that of {text.config.tokenizer}; go on with its own "
@@ -188,7 +152,7 @@ def check_tokenizer(own: Path, text: _Text) -> None:
 
 
 def open_core(config: BaseConfig) -> list[core.CoreTask]:
-    """The tasks for --core-metric-every; what they need and is not there is said at the start."""
+    """Load the tasks for --core-metric-every; missing files are an error at the start."""
     if config.core_metric_every <= 0:
         return []
     bundle = home() / "data" / "core"
@@ -201,7 +165,7 @@ def open_core(config: BaseConfig) -> list[core.CoreTask]:
 
 def run(config: BaseConfig) -> int:
     """The command."""
-    check_horizon(config)
+    check_one_length(config)
     with training_context(config) as here:
         text = open_training_text(config, here)
         config = text.config
@@ -236,7 +200,7 @@ def run(config: BaseConfig) -> int:
                 f"the text is read {times:.1f} times; beyond {MAX_PASSES:.0f} a model tends to learn it by heart and "
                 "to validate worse (so --minutes stops there): more text helps, --dropout 0.1 may"
             )
-        stage = BaseStage(learner, split, steps, text, config, core_tasks)
+        stage = base_stage(learner, split, steps, text, config, core_tasks)
         return train_stage(
             stage,
             here,
@@ -246,13 +210,13 @@ def run(config: BaseConfig) -> int:
             title=f"base d{config.depth}",
             facts=stage.facts,
             add_files=lambda folder: text.tokenizer.save(folder / "tokenizer"),  # without it a model is lost
-            examine_every=config.core_metric_every,
+            benchmark_every=config.core_metric_every,
         )
 
 
 def find_data(config: BaseConfig) -> tuple[list[str], Path]:
-    """The prepared corpora and their tokenizer. Without --data: what `data prepare` wrote by default, else the embedded
-    corpus, which rank 0 makes once, if the run is small enough for it."""
+    """Find the prepared corpora and their tokenizer. Without --data: those that `data prepare` wrote by default, else
+    the embedded corpus, which rank 0 makes once, if the run is small enough for it."""
     tokenizer = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
     if config.tokenizer and not tokenizer.is_dir():
         raise UserError(f"there is no folder {tokenizer}; name that of the tokenizer which prepared the data")
@@ -290,15 +254,15 @@ def _embedded_is_ready(corpus: Path, tokenizer: Path) -> bool:
 
 
 def check_embedded(config: BaseConfig) -> None:
-    """The embedded corpus is for tiny models: a longer run, unless it asks for it by name, is told how to get text."""
+    """Refuse to read the embedded corpus too often: a longer run has to name it, or get real text."""
     if config.minutes is not None:
         return
-    tokens = horizon_of(config, shape_of(config, EMBEDDED_VOCAB))
+    tokens = token_budget(config, shape_of(config, EMBEDDED_VOCAB))
     if config.num_iterations is not None:
         tokens = config.num_iterations * (config.total_batch_size or batch_for(tokens, config.max_seq_len or USUAL_ROW))
     if tokens <= EMBEDDED_PASSES * EMBEDDED_TOKENS:
         return
-    shards = min(MAX_SHARDS, math.ceil(horizon_of(config, shape_of(config, USUAL_VOCAB)) / SHARD_TOKENS))
+    shards = min(MAX_SHARDS, math.ceil(token_budget(config, shape_of(config, USUAL_VOCAB)) / SHARD_TOKENS))
     raise UserError(
         f"no --data given, and this run would read the small embedded corpus {tokens / EMBEDDED_TOKENS:,.0f} times; "
         f"get real text: `ascendchat data fetch climbmix --shards {shards}`, `ascendchat tokenizer train "

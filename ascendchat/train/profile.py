@@ -40,7 +40,7 @@ class Profiler:
         return self.folder / f"step_{self.begin + 1:06d}"
 
     def before(self, step: int) -> None:
-        """Start when it is time."""
+        """Start the trace before its first step."""
         if step == self.begin:
             try:
                 self.place.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class Profiler:
             self._since, self._waited = time.perf_counter(), 0.0
 
     def feed(self, micro_batches: Callable[[int], Iterable[Any]], step: int) -> Iterator[Any]:
-        """The micro-batches of a step; the time to get each is counted."""
+        """Yield the micro-batches of a step and add up the time to get them."""
         since = time.perf_counter()
         for batch in micro_batches(step):
             self._waited += time.perf_counter() - since
@@ -76,10 +76,10 @@ class Profiler:
 
     def _report(self, trace: Path, done: int, seconds: float) -> None:
         beside = self.device.type != "cpu"
-        found = summarise(read_trace(trace), steps=done, seconds=seconds, waited=self._waited, device=beside)
-        text = table(found, self.begin + 1)
-        record = dataclasses.asdict(found) | {"first_step": self.begin + 1, "advice": advice(found)}
-        record["operators"] = [operator._asdict() for operator in found.operators]
+        summary = summarise(read_trace(trace), steps=done, seconds=seconds, waited=self._waited, device=beside)
+        text = table(summary, self.begin + 1)
+        record = dataclasses.asdict(summary) | {"first_step": self.begin + 1, "advice": advice(summary)}
+        record["operators"] = [operator._asdict() for operator in summary.operators]
         write_atomic(self.place / "profile.json", json.dumps(record, indent=1, ensure_ascii=False))
         write_atomic(self.place / "profile.txt", text + "\n")
         self.say(text)

@@ -1,243 +1,265 @@
-"""A Stage over packed rows: what pretraining, mid-training and SFT have in common. See Stage in loop.py.
+"""The Stage over packed rows, which pretraining, mid-training, SFT and fine-tuning are. See Stage in stage.py.
 
-learner = build(config, shape, here)                             # model.py
-stage = BaseStage(learner, split, steps, ...)                    # pretrain.py; or ChatStage of chat.py
+learner = build(config, shape, here)                                         # model.py
+stage = RowStage(learner, split, steps, batches=..., optimizer=..., ...)     # pretrain.py, chat.py, finetune.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ascendchat.checkpoint import Checkpoint
 from ascendchat.config.train import TrainConfig
-from ascendchat.data.corpus import Corpus
 from ascendchat.data.loader import MicroBatch, Prefetcher
 from ascendchat.data.mixture import Batches
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
-from ascendchat.engine.engine import Engine
-from ascendchat.engine.request import Generator, Request, Sampling
 from ascendchat.errors import UserError
-from ascendchat.eval.bits import corpus_bits
-from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
 from ascendchat.models.shape import HFShape
 from ascendchat.nn.model import Sizes
+from ascendchat.nn.optim import MuonAdamW
 from ascendchat.parallel import collectives
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, fit_split, split_fixed
 from ascendchat.sizes.batch import split as share
 from ascendchat.sizes.schedule import Curve
 from ascendchat.sizes.shape import Shape
-from ascendchat.train.model import Learner, noise, optimizer_for
-from ascendchat.train.stage import Loss, Optimizer, Stage
+from ascendchat.train.evaluation import Evaluation
+from ascendchat.train.model import TrainModel, random_micro_batch
+from ascendchat.train.stage import Loss, Optimizer, Stage, updates_of
 from ascendchat.train.start import kept, learning_rate, most_rows
-
-SAMPLE_TOKENS = 24
 
 
 def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total: int, beside: int = 0) -> Split:
-    """How the devices share `total` tokens a step; `beside`: bytes of each that something else needs. Without a total
-    from the user, rows per device and micro-batches are the total where both are given."""
+    """Split `total` tokens a step over the devices; `beside`: bytes of each that something else needs. Without a total
+    from the user, rows per device times micro-batches are the total where both are given."""
     fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, collectives.world().size
-    asked, examples = config.gradient_accumulation_steps, getattr(config, "target_examples_per_step", None)
+    accumulation, examples = config.gradient_accumulation_steps, getattr(config, "target_examples_per_step", None)
     if examples and config.total_batch_size:
         raise UserError("--target-examples-per-step and --total-batch-size say the same thing; give one of them")
-    given = f"--target-examples-per-step {examples}" if examples else f"--total-batch-size {config.total_batch_size}"
+    flag = f"--target-examples-per-step {examples}" if examples else f"--total-batch-size {config.total_batch_size}"
     free = not (examples or config.total_batch_size)
-    if free and fixed and asked:
-        return Split(size, fixed, asked, shape.seq_len)
+    if free and fixed and accumulation:
+        return Split(size, fixed, accumulation, shape.seq_len)
     if isinstance(shape, HFShape):
         rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, beside=beside, **kept(config))
         split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
     else:
         split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing, beside=beside)
-    if asked is not None and free:
-        return replace(split, accumulation=asked)
-    if asked is not None and asked != split.accumulation:
+    if accumulation is not None and free:
+        return replace(split, accumulation=accumulation)
+    if accumulation is not None and accumulation != split.accumulation:
         raise UserError(
-            f"--gradient-accumulation-steps {asked} does not fit {given}: with "
+            f"--gradient-accumulation-steps {accumulation} does not fit {flag}: with "
             f"{split.devices} device(s) and {split.rows} rows of {split.seq_len} it takes {split.accumulation}"
         )
     return split
 
 
 def curve(config: TrainConfig, steps: int, usual: Curve) -> Curve:
-    """The learning rate over `steps`: as usual in the stage, but for what was asked for."""
+    """Schedule of the learning rate over `steps`: that of the stage, `usual`, changed by the flags."""
     if config.warmup_steps is not None and config.warmup_ratio is not None:
         raise UserError("--warmup-steps and --warmup-ratio say the same thing; give one of them")
     ratio = None if config.warmup_ratio is None else round(config.warmup_ratio * steps)
-    asked = {"warmup": config.warmup_steps if ratio is None else ratio, "warmdown": config.warmdown_ratio}
-    asked["final"] = config.final_lr_frac
-    return Curve(**{**asdict(usual), **{name: value for name, value in asked.items() if value is not None}})
+    flags = {"warmup": config.warmup_steps if ratio is None else ratio, "warmdown": config.warmdown_ratio}
+    flags["final"] = config.final_lr_frac
+    return Curve(**{**asdict(usual), **{name: value for name, value in flags.items() if value is not None}})
 
 
 def learning_rates(config: TrainConfig, shape: Sizes, total: int) -> dict[str, float]:
-    """Of each group of parameters, for steps of `total` tokens."""
+    """Learning rate of each group of parameters, for steps of `total` tokens."""
     if isinstance(shape, HFShape):
         return {"all": learning_rate(shape, getattr(config, "learning_rate", None))}
-    asked = {
+    flags = {
         "matrix": config.matrix_lr,
         "embedding": config.embedding_lr,
         "unembedding": config.unembedding_lr,
         "scalar": config.scalar_lr,
     }
-    rates = schedule.rates(shape.dim, total, **asked)
+    rates = schedule.rates(shape.dim, total, **flags)
     return {name: rate * config.lr_multiplier for name, rate in rates.items()}
 
 
-def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as it takes to tell them all apart: a/wiki, b/wiki."""
-    parts = 1
-    while parts < max(len(folder.parts) for folder in folders):
-        if len({folder.parts[-parts:] for folder in folders}) == len(set(folders)):
-            break
-        parts += 1
-    return ["/".join(folder.parts[-parts:]) for folder in folders]
-
-
 def mixed(*numbers: int) -> int:
-    """A seed of 63 bits for each list of numbers, different in the last 32 too, which is all that a CPU takes."""
+    """Hash numbers to a seed of 63 bits whose last 32, all that a CPU takes, differ too."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) % 2**63
 
 
+def seeder(learner: TrainModel, seed: int) -> Callable[..., None]:
+    """Seeds the device by numbers such as step and micro-batch, and by the rank: a run that goes on drops the same."""
+
+    def reseed(*numbers: int) -> None:
+        learner.device.seed(mixed(seed, collectives.world().rank, *numbers))
+
+    return reseed
+
+
+def pretraining_rates(step: int, *, steps: int, curve: Curve, decay: float = 0.0) -> dict[str, float]:
+    """Arguments of the optimizer for a model of our own; `decay`: of the matrices, at step 0."""
+    return {
+        "lr_scale": schedule.lr_scale(step, steps, **asdict(curve)),
+        "momentum": schedule.momentum(step, steps, warmdown=curve.warmdown),
+        "matrix_decay": schedule.weight_decay(step, steps, decay),
+    }
+
+
+def row_facts(learner: TrainModel, split: Split, rates: dict[str, float], curve: Curve) -> dict[str, Any]:
+    """Facts of a stage for the run's record."""
+    return {
+        "attention": learner.kernel.name,
+        "packaged": learner.packaged,
+        "split": vars(split),
+        "learning_rates": rates,
+        "schedule": asdict(curve),
+    }
+
+
+def row_identity(learner: TrainModel, tokenizer: Tokenizer, split: Split, steps: int, seed: int) -> dict[str, Any]:
+    """The part of Stage.identity that all stages over rows have."""
+    return {
+        "shape": learner.model.shape.to_dict(),
+        "tokenizer": tokenizer.fingerprint,
+        "total_batch": split.total,
+        "steps": steps,
+        "seed": seed,
+    }
+
+
+class WeightAveraging:
+    """Makes the model the mean of about eight weights of the last tenth of its run (LAWA)."""
+
+    def __init__(self, optimizer: MuonAdamW, steps: int) -> None:
+        self.optimizer, self.steps = optimizer, steps
+
+    def after_step(self, step: int) -> None:
+        count = schedule.averaged(step, self.steps)
+        if count > schedule.averaged(step - 1, self.steps):
+            self.optimizer.average(count, last=step + 1 == self.steps)
+
+    def load(self, saved: Checkpoint) -> None:
+        begun = schedule.averaged(saved.step - 1, self.steps) > 0
+        self.optimizer.load(saved.reader(), updates_of(saved), averaging=begun)
+
+
 class RowStage(Stage):
-    """Batches of rows in, cross-entropy out. A stage says where its batches come from and how it is validated."""
+    """Packed rows in, cross-entropy out. Pretraining, mid-training, SFT and fine-tuning differ in what they give in.
+
+    `batches` makes global batches of so many rows; `mtp_weights` (steps,) weigh the loss of the token after next (MTP);
+    `reseed` is called with step and micro-batch before each forward pass, where something is dropped at random;
+    `weights` are those of a checkpoint, if not all.
+    """
 
     def __init__(
         self,
-        learner: Learner,
+        learner: TrainModel,
         split: Split,
         steps: int,
-        tokenizer: Tokenizer,
-        config: TrainConfig,
-        usual: Curve | None = None,
+        *,
+        batches: Callable[[int], Batches],
+        optimizer: Optimizer,
+        rates: Callable[[int], dict[str, float]],
+        identity: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
+        mtp_weights: Tensor | None = None,
+        averaging: WeightAveraging | None = None,
+        reseed: Callable[[int, int], None] | None = None,
+        weights: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
-        self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, config.seed
-        self.curve = curve(config, steps, usual or Curve())
-        self.model = learner.model
+        self.learner, self.model, self.split, self.steps = learner, learner.model, split, steps
+        self.optimizer, self.evaluation, self.facts = optimizer, evaluation, facts
+        self._batches, self._rates, self._identity, self._weights = batches, rates, identity, weights
+        self._mtp_weights, self._averaging, self._reseed = mtp_weights, averaging, reseed
+        self.tokens_per_step, self.flops_per_token = split.total, float(learner.model.shape.train_flops_per_token)
         learner.mean_over(split.total // split.devices)
-        shape = learner.model.shape
-        self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
-        self.decay = 0.0  # of the matrices, at step 0
-        self.ahead: Tensor | None = None  # weight of the token after next
-        rates = learning_rates(config, shape, split.total)
-        self.facts = {  # for the run's record
-            "attention": learner.kernel.name,
-            "packaged": learner.packaged,
-            "split": vars(split),
-            "learning_rates": rates,
-            "schedule": asdict(self.curve),
-        }
-        self.optimizer = self.make_optimizer(rates)
-        self._weight = 0, torch.zeros(())  # targets of a step, and the weight of one of them
-        self._feed = self._prefetcher()
-
-    def make_optimizer(self, rates: dict[str, float]) -> Optimizer:
-        return optimizer_for(self.learner, rates)
-
-    def batches(self, rows_per_step: int) -> Batches:
-        """Where the rows come from."""
-        raise NotImplementedError
+        self._step = self._number = 0  # of the micro-batch to come
+        self._target_weight = 0, torch.zeros(())  # targets of a step, and the weight of one of them
+        self._loader = self._prefetcher()
 
     def _prefetcher(self) -> Prefetcher:
-        split, learner, mine = self.split, self.learner, self.split.rows * self.split.accumulation
-        first = collectives.world().rank * mine
-        batches, pin = self.batches(mine * split.devices), learner.device.pin
-        return Prefetcher(batches, learner.place, rows=(first, first + mine), micro_batch=split.rows, pin=pin)
+        split, learner, own = self.split, self.learner, self.split.rows * self.split.accumulation
+        first = collectives.world().rank * own
+        batches, pin = self._batches(own * split.devices), learner.device.pin
+        return Prefetcher(batches, learner.place, rows=(first, first + own), micro_batch=split.rows, pin=pin)
 
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        return self._feed.take(step)
+    # ---- a step --------------------------------------------------------------------------------
 
-    def draw_anew(self, *place: int) -> None:
-        """What is dropped from here on is a function of seed, rank and place: a run that goes on drops the same."""
-        self.learner.device.seed(mixed(self.seed, collectives.world().rank, *place))
+    def micro_batches(self, step: int) -> Iterable[MicroBatch]:
+        self._step, self._number = step, 0
+        return self._loader.take(step)
 
-    def probe(self) -> MicroBatch:
-        return noise(self.learner, self.split)
-
-    def loss(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
+    def forward_backward(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
         """Every target of the step weighs the same, whichever rank has it; padding weighs nothing."""
-        return Loss(self.learner.loss(batch, self.weight(batch, scale), self.ahead))
-
-    def weight(self, batch: MicroBatch, scale: float) -> Tensor:
-        """Of one target."""
-        if batch.step_targets != self._weight[0]:
+        if batch.step_targets != self._target_weight[0]:
             weight = torch.full((), self.split.devices / batch.step_targets, device=self.learner.place)
-            self._weight = batch.step_targets, weight
-        return self._weight[1] if scale == 1.0 else self._weight[1] * scale
+            self._target_weight = batch.step_targets, weight
+        weight = self._target_weight[1] if scale == 1.0 else self._target_weight[1] * scale
+        if self._reseed is not None:
+            self._reseed(self._step, self._number)
+            self._number += 1
+        mtp_weight = None if self._mtp_weights is None else self._mtp_weights[self._step]
+        return Loss(self.learner.forward_backward(batch, weight, mtp_weight))
 
-    def rates(self, step: int) -> dict[str, float]:
-        return {
-            "lr_scale": schedule.lr_scale(step, self.steps, **asdict(self.curve)),
-            "momentum": schedule.momentum(step, self.steps, warmdown=self.curve.warmdown),
-            "matrix_decay": schedule.weight_decay(step, self.steps, self.decay),
-        }
-
-    def summary(self) -> str:
-        split = self.split
-        return (
-            f"{self.model.shape.total_parameters / 1e6:.1f} M parameters; {self.steps} steps of {split.total} tokens = "
-            f"{split.devices} device(s) x {split.rows} rows x {split.accumulation} micro-batch(es) x {split.seq_len}"
-        )
-
-    def identity(self) -> dict[str, Any]:
-        return {
-            "shape": self.model.shape.to_dict(),
-            "tokenizer": self.tokenizer.fingerprint,
-            "total_batch": self.split.total,
-            "steps": self.steps,
-            "seed": self.seed,
-        }
+    def probe(self) -> Any:
+        return random_micro_batch(self.learner, self.split)
 
     def smaller(self) -> bool:
         split = self.split.smaller()
         if split is None:
             return False
-        self._feed.close()
+        self._loader.close()
+        self.learner.release_graph()
         self.split = split
-        self._feed = self._prefetcher()
+        self._loader = self._prefetcher()
         return True
 
-    def scorer(self) -> ModelScorer:
-        """Scores rows with the model as it is now. Without gradients only a layer or two is held at a time, so several
-        micro-batches fit where training holds one."""
-        learner, mine = self.learner, self.split.rows * self.model.shape.seq_len
-        tokens = max(mine, min(MAX_TOKENS, mine * self.model.shape.depth // 2))
-        bos = self.tokenizer.bos if learner.by_document else None
-        return ModelScorer(
-            self.model, learner.reader, learner.place, max_tokens=tokens, pin=learner.device.pin, bos=bos
-        )
+    def rates(self, step: int) -> dict[str, float]:
+        return self._rates(step)
 
-    def text_bits(self, corpora: Sequence[Corpus], most: int) -> dict[str, float]:
-        """Bits per byte of each corpus over its first `most` tokens, and their mean first."""
-        scorer, seq_len = self.scorer(), self.model.shape.seq_len
-        sizes = np.asarray(self.tokenizer.token_bytes(), dtype=np.int64)
-        bits = [corpus_bits(scorer, corpus, seq_len, most, sizes).bits_per_byte for corpus in corpora]
-        names = distinct_names([corpus.folder for corpus in corpora]) if len(bits) > 1 else []
-        mean = {"bpb": sum(bits) / len(bits)} if bits else {}
-        return {**mean, **{f"bpb_{name}": bit for name, bit in zip(names, bits)}}
+    def after_step(self, step: int) -> None:
+        if self._averaging is not None:
+            self._averaging.after_step(step)
 
-    def continue_prompts(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[str]:
-        """What the model writes behind each prompt, in one line."""
-        learner, longest = self.learner, max(map(len, prompts)) + sampling.max_tokens
-        engine: Generator = Engine(
-            self.model,
-            learner.reader,
-            self.tokenizer,
-            learner.device,
-            learner.place,
-            slots=len(prompts),
-            context=min(longest, self.model.shape.seq_len),
-            graphs=False,  # a trainer's process cannot capture on every chip
+    # ---- evaluation and checkpoints ------------------------------------------------------------
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return self.evaluation.evaluate(self.split.rows)
+
+    def benchmark(self, step: int) -> dict[str, float]:
+        return self.evaluation.benchmark(self.split.rows)
+
+    def sample(self, step: int) -> list[str]:
+        return self.evaluation.sample()
+
+    def identity(self) -> dict[str, Any]:
+        return dict(self._identity)
+
+    def weights(self) -> dict[str, Tensor]:
+        return super().weights() if self._weights is None else self._weights()
+
+    def load(self, saved: Checkpoint) -> None:
+        super().load(saved) if self._averaging is None else self._averaging.load(saved)
+
+    @property
+    def trained(self) -> int:
+        """Parameters that learn."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def summary(self) -> str:
+        split = self.split
+        adapters = not all(parameter.requires_grad for parameter in self.model.parameters())
+        part = f", of which {self.trained / 1e6:.2f} M learn (LoRA)" if adapters else ""
+        return (
+            f"{self.model.shape.total_parameters / 1e6:.1f} M parameters{part}; {self.steps} steps of {split.total} "
+            f"tokens = {split.devices} device(s) x {split.rows} rows x {split.accumulation} micro-batch(es) x "
+            f"{split.seq_len}"
         )
-        answers = engine.generate([Request(prompt, sampling) for prompt in prompts])
-        return [" ".join(answer.text.split()) for answer in answers]
 
     def close(self) -> None:
-        self._feed.close()
+        self._loader.close()

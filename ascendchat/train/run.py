@@ -1,4 +1,4 @@
-"""Trains a Stage in a run folder: what every training command ends with.
+"""Trains a Stage in a run folder; every training command ends here.
 
 with training_context(config) as here:                                  # train/pretrain.py, train/chat.py
     saved = to_continue(run_folder(name, "base"), config.resume)
@@ -46,14 +46,14 @@ def training_context(config: StepConfig, dtype: str | None = None) -> Iterator[C
 
 
 def with_attend(config: _Config, saved: Checkpoint | None, usual: Literal["row", "document"]) -> _Config:
-    """The config with what a token sees: as asked for, else as in the run that goes on (`row` in runs older than the
-    flag), else as usual in the stage."""
+    """Fill in --attend: as given, else as in the run that resumes (`row` in runs older than the flag), else `usual`,
+    the default of the stage."""
     before = settings_of(saved).get("attend", "row") if saved else usual
     return replace(config, attend=config.attend or before)
 
 
 def check_same(saved: Checkpoint, identity: Mapping[str, Any]) -> None:
-    """Refuse to continue a run that is another one: what differs is named."""
+    """Refuse to continue a run with other settings; the error names the first that differs."""
     for name, value in identity.items():
         if saved.state.get(name) != value:
             raise UserError(
@@ -63,14 +63,14 @@ def check_same(saved: Checkpoint, identity: Mapping[str, Any]) -> None:
 
 
 def unseen(folder: Path, options: Options, last: int, here: Context) -> bool:
-    """Whether the run was killed after it had saved a checkpoint and before it had looked at the model, as was due:
-    metrics.jsonl, which the main process has, knows the loss of that step and nothing more."""
+    """True if the run was killed after it had saved a checkpoint and before the evaluation that was due: metrics.jsonl,
+    which the main process has, holds the loss of that step and nothing more."""
     if not options.start or not any(options.due(options.start, last)[1:]):
         return False
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if here.main and metrics.is_file() else []
-    known = [row for row in rows if row["step"] == options.start]
-    return bool(collectives.broadcast_object(bool(known) and all("loss" in row for row in known)))
+    last_rows = [row for row in rows if row["step"] == options.start]
+    return bool(collectives.broadcast_object(bool(last_rows) and all("loss" in row for row in last_rows)))
 
 
 def train_stage(
@@ -83,7 +83,7 @@ def train_stage(
     title: str,
     facts: Mapping[str, Any],
     add_files: Callable[[Path], None],
-    examine_every: int = 0,
+    benchmark_every: int = 0,
 ) -> int:
     """Continue from the checkpoint `saved`, or begin; train to the end or a signal; the exit status of the command.
 
@@ -93,7 +93,7 @@ def train_stage(
         if saved:
             check_same(saved, stage.identity())
             stage.load(saved)
-        options = Options.of(config, saved, examine_every)
+        options = Options.of(config, saved, benchmark_every)
         options = replace(options, unseen=unseen(folder, options, stage.steps, here))
         if options.start >= stage.steps and not options.unseen:
             here.say(f"{folder} is finished: {options.start} steps; --resume never starts anew")

@@ -85,7 +85,7 @@ class StopSignals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """What is done in here ends with the signal. Not on several ranks: those without a signal would wait."""
+        """A signal interrupts the code in here. Not on several ranks: those without a signal would wait."""
         self.leaving = collectives.world().size == 1
         try:
             if self.leaving and self.received:

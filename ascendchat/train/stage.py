@@ -1,6 +1,6 @@
-"""What the loop trains: the protocol Stage. base, mid, SFT, RL and fine-tuning differ only here.
+"""The protocol Stage of the training loop: pretraining, SFT, RL and fine-tuning differ only here.
 
-    class Mine(Stage): ...                # what has no body below: model, optimizer, micro_batches, loss, ...
+    class Mine(Stage): ...                # what has no body below: model, optimizer, forward_backward, ...
     fit(Mine(...), device, run, options)  # train/loop.py
 
 No model and no optimizer is named here: ours are in train/model.py.
@@ -19,7 +19,7 @@ SPIKE = 3.0  # nats above the running mean that stop a run
 
 
 class Optimizer(Protocol):
-    """What the loop needs of an optimizer; nn/optim.py has ours."""
+    """Optimizer as the loop uses it; nn/optim.py has ours."""
 
     steps_done: int
 
@@ -28,33 +28,38 @@ class Optimizer(Protocol):
 
     @property
     def step(self) -> Callable[..., Tensor]:
-        """step(loss_scale=..., **rates): update, forget the gradients; the norm of this rank's share of them."""
+        """step(loss_scale=..., **rates) updates and zeroes the gradients; returns the norm of this rank's share."""
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's state, as a checkpoint keeps it."""
+        """This rank's state for a checkpoint."""
 
     def load(self, read: Callable[[Shard], Tensor], steps_done: int) -> None:
-        """Take state and weights from whatever ranks saved them."""
+        """Load state and weights, whichever number of ranks saved them."""
 
 
 class Loss(NamedTuple):
-    """Of one micro-batch, on the device."""
+    """The loss of one micro-batch, on the device."""
 
     value: Tensor
     metrics: Mapping[str, Tensor] = {}  # named values beside it, not scaled; they add up like the loss
 
+    def backward(self) -> Loss:
+        """Add up the gradients; the same loss without its graph."""
+        self.value.backward()  # type: ignore[no-untyped-call]
+        return Loss(self.value.detach(), self.metrics)
+
 
 class Correction(NamedTuple):
-    """Factors on what the micro-batches of a step have added up to."""
+    """Factors on the sums over the micro-batches of a step."""
 
     loss: float = 1.0  # and its gradient
     metrics: float = 1.0
 
 
 class Stage(Protocol):
-    """What is trained on what. Everything is a function of the step, so that a run can continue anywhere.
+    """A model, its data, loss and optimizer. Everything is a function of the step, so that a run can resume anywhere.
 
-    A stage inherits from this class; what has a body here is what most stages want.
+    A stage inherits from this class; methods with a body are defaults.
     """
 
     model: nn.Module
@@ -72,56 +77,53 @@ class Stage(Protocol):
         """A micro-batch of full size for the dry run, whatever it holds; costs nothing to make."""
         ...
 
-    def loss(self, batch: Any, scale: float = 1.0) -> Loss:
-        """`scale` times a share of the step's loss. Micro-batches of a rank add up to its loss; the loop takes the
-        mean over the ranks. The scale goes in before anything is rounded to 16 bits."""
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Loss:
+        """Add the gradients of `scale` times this micro-batch's share of the step's loss to those of the optimizer.
+
+        Micro-batches of a rank add up to its loss; the loop takes the mean over the ranks. The scale goes in before
+        anything is rounded to 16 bits. The dry run calls this too, and forgets the gradients.
+        """
         ...
 
-    def learn(self, batch: Any, scale: float = 1.0) -> Loss:
-        """The same, and its gradients are added up; the value has none any more."""
-        value, metrics = self.loss(batch, scale)
-        value.backward()  # type: ignore[no-untyped-call]
-        return Loss(value.detach(), metrics)
-
     def correction(self, step: int) -> Correction:
-        """For a stage that knows the size of its batch only when the last micro-batch is done; alike on all ranks. All
-        of them ask for it, after their micro-batches."""
+        """Factors of a stage that knows the size of its batch only after the last micro-batch; alike on all ranks,
+        which all call it after their micro-batches."""
         return Correction()
 
     def rates(self, step: int) -> dict[str, float]:
-        """Arguments of optimizer.step; they are logged."""
+        """Learning-rate scale, momentum and so on: arguments of optimizer.step, also logged."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint says about the run: other commands use it, and a run goes on only where it is the same."""
+        """Settings that a checkpoint keeps: other commands read them, and a run resumes only with equal ones."""
         ...
 
     def summary(self) -> str:
-        """One line for the start: what is trained, and for how long."""
+        """One line at the start: model, batch and steps."""
         return f"{self.steps} steps of {self.tokens_per_step} tokens"
 
     def after_step(self, step: int) -> None:
-        """What happens to the weights after the update of `step`."""
+        """Hook after the update of `step`."""
         return
 
-    def notes(self, step: int) -> dict[str, float]:
-        """What the host knows of a step besides its loss, alike on all ranks; it is logged."""
+    def extra_metrics(self, step: int) -> dict[str, float]:
+        """Values of a step that the host has, alike on all ranks; they are logged."""
         return {}
 
     def is_spike(self, loss: float, mean: float) -> bool:
-        """Whether a loss so far from the running mean shows that the run went wrong."""
+        """True if a loss so far above the running mean shows that the run diverged."""
         return loss > mean + SPIKE
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Validation metrics, alike on all ranks; the first one decides which checkpoint is the best."""
         return {}
 
-    def examine(self, step: int) -> dict[str, float]:
-        """Metrics that take longer (CORE), alike on all ranks; asked for when Options.examine_every is."""
+    def benchmark(self, step: int) -> dict[str, float]:
+        """Metrics that take longer (CORE), alike on all ranks, every Options.benchmark_every steps."""
         return {}
 
     def sample(self, step: int) -> list[str]:
-        """A few texts of the model."""
+        """A few generated texts."""
         return []
 
     def smaller(self) -> bool:
@@ -129,11 +131,11 @@ class Stage(Protocol):
         return False
 
     def weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds for those who use the model: all of it, or adapters."""
+        """Weights in a checkpoint: the whole model, or adapters."""
         return dict(self.model.state_dict())
 
     def extra(self) -> dict[str, Tensor]:
-        """What else this rank needs to continue; `load` finds it in saved.extras()."""
+        """Other tensors that this rank needs to resume; `load` finds them in saved.extras()."""
         return {}
 
     def load(self, saved: Checkpoint) -> None:
@@ -141,7 +143,7 @@ class Stage(Protocol):
         self.optimizer.load(saved.reader(), updates_of(saved))
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """Stop background threads."""
         return
 
 

@@ -33,7 +33,7 @@ from ascendchat.sizes.batch import largest_rows
 from ascendchat.sizes.hf import FAMILIES, HFModel, finetuning, from_config, packing_saves
 from ascendchat.sizes.memory import usable
 from ascendchat.sizes.shape import Shape
-from ascendchat.train.model import Learner, build, say_package
+from ascendchat.train.model import TrainModel, build, say_package
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,7 +88,7 @@ _Config = TypeVar("_Config", bound=ChatTrainConfig)
 class Beginning(Generic[_Config]):
     """The model that a run starts from, ready to be trained."""
 
-    learner: Learner[Any]
+    learner: TrainModel[Any]
     tokenizer: Tokenizer
     origin: Any  # Checkpoint | HFSource
     config: _Config
@@ -126,7 +126,7 @@ def begin_with_theirs(config: _Config, here: Context) -> Beginning[_Config] | No
     device, model = here.device, theirs.model
     kernel, why = choose(device.type, device.dtype, model.shape.head_dim, config.attention)
     here.say(why)
-    learner = Learner(model, kernel, device, here.place, by_document=config.attend == "document")
+    learner = TrainModel(model, kernel, device, here.place, by_document=config.attend == "document")
     say_package(learner, here)
     return Beginning(learner, theirs.tokenizer, theirs.origin, config, theirs.name, theirs.add_files)
 

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat.data.corpus import FORMAT, Corpus, TextRows, arrange, cut_anew, evaluation_rows, shuffled
+from ascendchat.data.corpus import (
+    FORMAT,
+    Corpus,
+    TextRows,
+    cut_long_documents,
+    evaluation_rows,
+    pack_documents,
+    shuffled,
+)
 from ascendchat.data.prepare import write_shard
 from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
@@ -104,13 +112,13 @@ def test_most_rows_begin_with_a_document_and_no_more_documents_are_cut_than_by_c
     lengths = np.random.default_rng(0).lognormal(4.5, 1, 3000).astype(int) + 1
     corpus, _ = corpus_of([lengths.tolist()], tmp_path)
     rows = TextRows(corpus, 512, seed=1)
-    layout = rows.layout(0)
+    packing = rows.packing(0)
     starts = np.cumsum(corpus.lengths) - corpus.lengths
-    aligned = np.isin(layout.position[layout.first[:-1]], starts).mean()
+    aligned = np.isin(packing.position[packing.first[:-1]], starts).mean()
     plain = np.isin(np.arange(0, corpus.tokens, 512), starts).mean()
     assert plain < 0.05
     assert aligned > 0.9
-    assert (layout.position >= 0).sum() - corpus.documents <= rows.per_epoch
+    assert (packing.position >= 0).sum() - corpus.documents <= rows.per_epoch
 
 
 @settings(deadline=None, max_examples=50)
@@ -152,17 +160,17 @@ def test_a_folder_that_is_not_prepared_says_how_to_prepare_it(tmp_path: Path) ->
 def test_the_order_of_an_epoch_never_changes_between_versions() -> None:
     # A change here means that no run started before can be resumed exactly.
     assert shuffled(8, seed=42, epoch=3, salt=1).tolist() == [6, 7, 4, 5, 2, 0, 1, 3]
-    layout = arrange(np.array([5, 40, 7, 16, 33, 2]), seq_len=16, seed=42, epoch=0)
-    assert layout.position.tolist() == [52, 101, 0, 45, 37, 84, 5, 68, 21, 39, 100, -1]
-    again = arrange(np.array([5, 40, 7, 16, 33, 2]), seq_len=16, seed=42, epoch=1)
+    packing = pack_documents(np.array([5, 40, 7, 16, 33, 2]), seq_len=16, seed=42, epoch=0)
+    assert packing.position.tolist() == [52, 101, 0, 45, 37, 84, 5, 68, 21, 39, 100, -1]
+    again = pack_documents(np.array([5, 40, 7, 16, 33, 2]), seq_len=16, seed=42, epoch=1)
     assert again.position.tolist() == [7, 100, 39, -1, 52, 0, 101, 68, 5, 86, 45, 91, 23, 70]
     assert shuffled(8, seed=-1, epoch=0, salt=0).tolist() == shuffled(8, seed=2**64 - 1, epoch=0, salt=0).tolist()
 
 
 def test_long_documents_are_cut_elsewhere_in_every_epoch_but_the_first() -> None:
     lengths = np.array([100, 3, 16, 17, 900, 0])
-    assert cut_anew(lengths, 16, seed=1, epoch=0).tolist() == lengths.tolist()
-    seen = [cut_anew(lengths, 16, seed=1, epoch=epoch).tolist() for epoch in range(1, 200)]
+    assert cut_long_documents(lengths, 16, seed=1, epoch=0).tolist() == lengths.tolist()
+    seen = [cut_long_documents(lengths, 16, seed=1, epoch=epoch).tolist() for epoch in range(1, 200)]
     for pieces in seen:
         first, *_ = pieces
         assert 1 <= first < 16  # the beginning of the first document
@@ -171,6 +179,6 @@ def test_long_documents_are_cut_elsewhere_in_every_epoch_but_the_first() -> None
         assert sum(pieces) == lengths.sum()
         assert 0 not in pieces
     assert {pieces[0] for pieces in seen} == set(range(1, 16))
-    assert seen[0] == cut_anew(lengths, 16, seed=1, epoch=1).tolist()
-    assert seen != [cut_anew(lengths, 16, seed=2, epoch=epoch).tolist() for epoch in range(1, 200)]
-    assert cut_anew(np.array([5, 1]), 1, seed=0, epoch=1).tolist() == [1, 4, 1]
+    assert seen[0] == cut_long_documents(lengths, 16, seed=1, epoch=1).tolist()
+    assert seen != [cut_long_documents(lengths, 16, seed=2, epoch=epoch).tolist() for epoch in range(1, 200)]
+    assert cut_long_documents(np.array([5, 1]), 1, seed=0, epoch=1).tolist() == [1, 4, 1]

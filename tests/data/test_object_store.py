@@ -15,7 +15,7 @@ from test_corpus import numbered, store
 
 from ascendchat.data import object_store
 from ascendchat.data.corpus import Corpus, TextRows, open_corpora
-from ascendchat.data.object_store import Cache, Store
+from ascendchat.data.object_store import BlockCache, Store
 from ascendchat.errors import UserError
 from ascendchat.files import check_folder
 
@@ -51,7 +51,7 @@ class Bucket:
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """A store with one prepared folder, read by blocks of 64 tokens."""
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(object_store, "BLOCK", 256)  # 64 tokens
+    monkeypatch.setattr(object_store, "BLOCK_BYTES", 256)  # 64 tokens
     found = Bucket(tmp_path, monkeypatch)
     yield found
     found.fs.rm("/bucket", recursive=True)
@@ -99,7 +99,7 @@ def test_what_was_read_once_comes_from_the_local_cache(bucket: Bucket, tmp_path:
 def test_what_cannot_be_kept_in_the_cache_does_not_stop_training(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = Cache(tmp_path / "small", 1024)
+    cache = BlockCache(tmp_path / "small", 1024)
     files = json.loads((bucket.local / "manifest.json").read_text())["files"]
     for path in sorted(bucket.local.glob("*.tokens")):
         assert Store(URL, files, cache).read(path.name, 0, path.stat().st_size) == path.read_bytes()
@@ -190,7 +190,7 @@ def test_a_password_in_an_address_is_refused_and_not_shown(bucket: Bucket) -> No
 def test_the_cache_leaves_half_of_the_disk_free(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = Cache(tmp_path / "blocks", 1e9)
+    cache = BlockCache(tmp_path / "blocks", 1e9)
     used = 0
 
     def usage(folder: Path) -> SimpleNamespace:

@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from ascendchat.data.read import TXT_PIECE, Tally, file_documents, files_in, read_documents, source_files
+from ascendchat.data.read import TXT_DOCUMENT_CHARS, ReadCounts, file_documents, files_in, read_documents, source_files
 from ascendchat.errors import UserError
 
 TEXTS = ["One.", "二号文件。\nsecond line", 'three, with "quotes" and \ttab', "四 emoji 🌍", "x" * 70_000]
@@ -67,14 +67,14 @@ WRITE = {
 def test_every_format_and_compression_gives_the_documents_in_order(kind: str, tmp_path: Path) -> None:
     for packing in PACK if kind in (".jsonl", ".csv") else ("", ".gz"):
         path = write(tmp_path / f"a{kind}{packing}", PACK[packing](WRITE[kind]))
-        tally = Tally()
+        tally = ReadCounts()
         assert list(file_documents(path, "text", tally)) == TEXTS
-        assert tally == Tally(documents=len(TEXTS))
+        assert tally == ReadCounts(documents=len(TEXTS))
 
 
 def test_parquet_is_read_over_all_row_groups_and_null_counts_as_empty(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", as_parquet([*TEXTS[:3], None, *TEXTS[3:]]))
-    tally = Tally()
+    tally = ReadCounts()
     assert list(file_documents(path, "text", tally)) == TEXTS
     assert (tally.documents, tally.empty, tally.broken) == (len(TEXTS), 1, 0)
 
@@ -84,11 +84,11 @@ def test_arrow_files_of_both_kinds_are_read(tmp_path: Path) -> None:
     for name, begin in (("stream.arrow", pyarrow.ipc.new_stream), ("file.arrow", pyarrow.ipc.new_file)):
         with begin(str(tmp_path / name), table.schema) as writer:
             writer.write_table(table, max_chunksize=2)
-        tally = Tally()
+        tally = ReadCounts()
         assert list(file_documents(tmp_path / name, "text", tally)) == TEXTS
         assert (tally.documents, tally.empty, tally.broken) == (len(TEXTS), 1, 0)
         with pytest.raises(UserError, match=r"'words'.*choose from: text"):
-            list(file_documents(tmp_path / name, "words", Tally()))
+            list(file_documents(tmp_path / name, "words", ReadCounts()))
 
 
 def test_arrow_files_beside_others_are_their_copies(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_a_json_file_may_hold_a_list_or_values_one_after_the_other(content: str,
     ],
 )
 def test_lists_one_after_the_other_in_a_json_file_are_read_to_its_end(content: str, tmp_path: Path) -> None:
-    tally = Tally()
+    tally = ReadCounts()
     path = write(tmp_path / "a.json", content.encode())
     assert list(file_documents(path, "text", tally)) == ["a", "b", "c", "d"]
-    assert tally == Tally(documents=4)
+    assert tally == ReadCounts(documents=4)
 
 
 @pytest.mark.parametrize("rest", ["\0\0", "]", "[", '["c"', "garbage", '["c"]]'])
@@ -199,7 +199,7 @@ def test_a_large_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Pat
     paragraphs = [f"paragraph {i} " + "word " * 5000 for i in range(120)]  # about 3 MB
     found = list(read_documents([write(tmp_path / "a.txt", "\n\n".join(paragraphs).encode())]))
     assert 2 <= len(found) <= 4
-    assert max(map(len, found)) < TXT_PIECE + 60_000
+    assert max(map(len, found)) < TXT_DOCUMENT_CHARS + 60_000
     assert "\n\n".join(found).split("\n\n") == paragraphs
 
 
@@ -227,7 +227,7 @@ def test_broken_lines_are_counted_and_named_when_few(tmp_path: Path) -> None:
     lines[900] = b'{"title": "no text here"}\n'
     lines[901] = b'{"text": 7}\n'
     lines[902] = b'{"text": ""}\n'
-    tally = Tally()
+    tally = ReadCounts()
     assert len(list(file_documents(write(tmp_path / "a.jsonl", b"".join(lines)), "text", tally))) == 994
     assert (tally.documents, tally.empty, tally.broken) == (994, 1, 5)
     assert tally.example.startswith("line 500 of a.jsonl")
@@ -239,7 +239,7 @@ def test_one_broken_row_does_not_refuse_a_small_file_and_is_said(
     """The rule of conversations: not unless it is half of the file."""
     lines = as_lines(["one", "two", "three"]) + b'{"text": "half \\ud800 of a character"}\n'
     path = write(tmp_path / "a.jsonl", lines)
-    assert list(file_documents(path, "text", Tally())) == ["one", "two", "three"]
+    assert list(file_documents(path, "text", ReadCounts())) == ["one", "two", "three"]
     assert list(read_documents([path])) == ["one", "two", "three"]  # as `tokenizer train` reads
     assert capsys.readouterr().err == (
         f"{path}: 1 of 4 rows cannot be read, the first is line 4 of a.jsonl: half a character (a lone surrogate); "
@@ -262,7 +262,7 @@ def test_more_than_one_percent_of_broken_lines_is_an_error_that_names_the_first(
 def test_a_wrong_field_names_the_nearest_one(kind: str, tmp_path: Path) -> None:
     data = as_parquet(list(TEXTS)) if kind == ".parquet" else WRITE[kind]
     with pytest.raises(UserError, match=r"'texts'.*(did you mean text|choose from: .*text).*--field"):
-        list(file_documents(write(tmp_path / f"a{kind}", data), "texts", Tally()))
+        list(file_documents(write(tmp_path / f"a{kind}", data), "texts", ReadCounts()))
 
 
 @pytest.mark.parametrize(
@@ -293,4 +293,4 @@ def test_a_file_whose_library_is_missing_is_a_sentence_with_the_command(
         (tmp_path / name).write_bytes(b"x")
         monkeypatch.setitem(sys.modules, library, None)
         with pytest.raises(UserError, match=f"{name} needs {library} .*pip install {library}$"):
-            list(file_documents(tmp_path / name, "text", Tally()))
+            list(file_documents(tmp_path / name, "text", ReadCounts()))

@@ -21,7 +21,7 @@ from ascendchat.data.chat.formats import conversations
 from ascendchat.data.read import read_documents
 from ascendchat.errors import UserError
 from ascendchat.eval.core import load_bundle
-from ascendchat.tasks.files import SPLIT, set_rows
+from ascendchat.tasks.eval_files import SPLIT, set_rows
 
 ROWS = [{"text": f"document {i}", "question": f"q{i}", "answer": "B"} for i in range(500)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -47,7 +47,7 @@ def parquet() -> bytes:
     return raw.getvalue()
 
 
-PACKED: dict[str, Callable[[], bytes]] = {
+COMPRESSIONS: dict[str, Callable[[], bytes]] = {
     "jsonl.gz": lambda: gzip.compress(LINES),
     "jsonl.bz2": lambda: bz2.compress(LINES),
     "jsonl.xz": lambda: lzma.compress(LINES),
@@ -83,10 +83,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", COMPRESSIONS)
 def test_a_damaged_file_is_named(folder: Path, kind: str) -> None:
     path = folder / f"test.{kind}"
-    whole = PACKED[kind]()
+    whole = COMPRESSIONS[kind]()
     path.write_bytes(whole)
     assert len(list(read_documents([path]))) == len(list(rows_of(path))) == len(ROWS)
     for name, damage in DAMAGES.items():

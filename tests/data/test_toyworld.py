@@ -17,8 +17,8 @@ from ascendchat.data import toyworld
 from ascendchat.data.chat.template import canonical, text_of
 from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 from ascendchat.data.toyworld import chats, correct, documents, problems, questions
+from ascendchat.data.toyworld.exercises import value_of
 from ascendchat.data.toyworld.texts import PHRASES, POLITE, sentence
-from ascendchat.data.toyworld.work import value_of
 from ascendchat.data.toyworld.world import toy_world
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from ascendchat.device import cuda_attention, pick
 from ascendchat.nn.attention import Flash, Reference
 from ascendchat.nn.gpt import GPT
 from ascendchat.sizes.shape import Shape
-from ascendchat.train.model import Learner
+from ascendchat.train.model import TrainModel
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,7 @@ def test_only_training_of_small_heads_asks_the_package(packaged: Flash, monkeypa
 @pytest.mark.parametrize(("head_dim", "found"), [(64, ["attention"]), (256, [])])
 def test_a_run_records_what_the_package_computes(packaged: Flash, head_dim: int, found: list[str]) -> None:
     shape, device = Shape.from_depth(1, dim=256, head_dim=head_dim, vocab=64, seq_len=64), pick("cpu")
-    assert Learner(GPT(shape), packaged, device, device.bind(0)).packaged == found
+    assert TrainModel(GPT(shape), packaged, device, device.bind(0)).packaged == found
 
 
 def test_gradients_have_the_strides_that_a_compiler_is_told(packaged: Flash) -> None:

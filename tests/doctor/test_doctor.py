@@ -17,8 +17,8 @@ import pytest
 from ascendchat.chips import find
 from ascendchat.device import smi
 from ascendchat.doctor import checks, checks_npu, checks_system, probe
-from ascendchat.doctor.command import conclusion, plain_lines
-from ascendchat.doctor.machine import Check, Machine
+from ascendchat.doctor.command import plain_lines, summarize
+from ascendchat.doctor.machine import CheckResult, Machine
 from ascendchat.doctor.probe import Probe
 from ascendchat.errors import home
 
@@ -87,7 +87,7 @@ def with_env(machine: Machine, **variables: str) -> Machine:
     return replace(machine, environ={**machine.environ, **variables})
 
 
-def told(check: Check, status: str, *parts: str) -> None:
+def told(check: CheckResult, status: str, *parts: str) -> None:
     """The check has this status, and found, why and fix together say each of these."""
     whole = f"{check.found}\n{check.why}\n{check.fix}"
     assert check.status == status, check
@@ -105,7 +105,7 @@ def test_machine_without_accelerator_is_ready_on_the_cpu(tmp_path: Path) -> None
     machine = laptop(tmp_path)
     found = checks.run_checks(machine)
     assert {c.status for c in found} <= {"ok", "skip", "warn"}
-    text, following = conclusion(machine, found)
+    text, following = summarize(machine, found)
     assert "training uses cpu" in text
     assert following == "ascendchat plan --depth 4 --chip cpu"
 
@@ -114,7 +114,7 @@ def test_healthy_atlas_server_passes_every_check(tmp_path: Path) -> None:
     machine = atlas(tmp_path)
     troubled = [c for c in checks.run_checks(machine) if c.status == "fail"]
     assert troubled == []
-    text, following = conclusion(machine, checks.run_checks(machine))
+    text, following = summarize(machine, checks.run_checks(machine))
     assert "npu (Ascend910B3) x 8" in text
     assert following == "ascendchat doctor --devices 8"
 
@@ -210,7 +210,7 @@ def no_torch_npu(path: Path) -> Machine:
 
 
 PAIR = "pip install torch==2.12.0 torch_npu==2.12.0"
-CASES: list[tuple[Callable[[Machine], Check], Callable[[Path], Machine], str, list[str]]] = [
+CASES: list[tuple[Callable[[Machine], CheckResult], Callable[[Path], Machine], str, list[str]]] = [
     (checks_npu.torch, lambda path: laptop(path, torch=BROKEN), "fail", ["libtorch_cpu", "pip install --force-reins"]),
     (checks_npu.torch, lambda path: laptop(path, torch=BROKEN, versions={}), "fail", ["pip install torch"]),
     (checks_npu.torch_npu, unloaded, "fail", ["libhccl.so", SET_ENV, "AUTOLOAD=0"]),
@@ -249,7 +249,11 @@ CASES: list[tuple[Callable[[Machine], Check], Callable[[Path], Machine], str, li
 
 @pytest.mark.parametrize(("check", "machine", "status", "parts"), CASES)
 def test_a_check_tells_what_it_found_and_what_to_do(
-    tmp_path: Path, check: Callable[[Machine], Check], machine: Callable[[Path], Machine], status: str, parts: list[str]
+    tmp_path: Path,
+    check: Callable[[Machine], CheckResult],
+    machine: Callable[[Path], Machine],
+    status: str,
+    parts: list[str],
 ) -> None:
     told(check(machine(tmp_path)), status, *parts)
 
@@ -263,7 +267,7 @@ def test_a_network_card_of_the_same_maker_is_no_chip(tmp_path: Path) -> None:
 def test_next_command_names_the_chip_only_when_the_table_knows_it(tmp_path: Path) -> None:
     for name, ending in (("NVIDIA H200", " --chip 'NVIDIA H200'"), ("NVIDIA Future 1", "")):
         machine = laptop(tmp_path, torch=Probe({**CPU_TORCH.values, "cuda": [name], "cuda_bf16": True, "nccl": True}))
-        assert conclusion(machine, checks.run_checks(machine))[1] == "ascendchat plan --depth 12" + ending
+        assert summarize(machine, checks.run_checks(machine))[1] == "ascendchat plan --depth 12" + ending
 
 
 @pytest.mark.parametrize(("chip", "status"), [("Ascend910B3", "ok"), ("Ascend910B", "warn"), ("Ascend310P3", "warn")])

@@ -22,7 +22,7 @@ from ascendchat.device import smi
 from ascendchat.device.env import AUTOLOAD, look
 from ascendchat.doctor import checks, collective, probe
 from ascendchat.doctor.machine import faults
-from ascendchat.doctor.watch import Cpu, device_rows, watch_devices
+from ascendchat.doctor.watch import CpuUsage, device_rows, watch_devices
 from ascendchat.errors import home
 
 SAMPLES = Path(__file__).parents[1] / "device" / "smi_samples"
@@ -128,14 +128,14 @@ def test_numbers_that_mean_nothing_are_refused() -> None:
 
 
 def test_watch_shows_the_cpu_where_there_is_no_device() -> None:
-    (row,) = device_rows(smi.Problem("none", missing=True), Cpu())
+    (row,) = device_rows(smi.Problem("none", missing=True), CpuUsage())
     assert row[0].startswith("cpu (")
     assert row[1].endswith("%")
     assert "GiB" in row[2]
 
 
 def test_cpu_use_is_the_busy_share_between_two_readings(tmp_path: Path) -> None:
-    stat, cpu = tmp_path / "stat", Cpu()
+    stat, cpu = tmp_path / "stat", CpuUsage()
     stat.write_text("cpu  100 0 100 700 100 0 0 0 0 0\n")
     cpu.use(stat)
     stat.write_text("cpu  150 0 125 750 175 0 0 0 0 0\n")  # 75 busy of 200

@@ -148,7 +148,7 @@ def test_a_line_of_many_megabytes_is_read_in_bounded_memory() -> None:
     text = "ab " * (module.BLOCK_BYTES // 2) + " CUDA out of memory. Tried " + "cd " * 100000
     found = explain(text)
     assert [f.rule for f in found] == ["cuda-oom"]
-    assert len(found[0].line) <= module.SHOWN_CHARS
+    assert len(found[0].line) <= module.MAX_SHOWN_CHARS
 
 
 def test_colours_and_progress_bars_do_not_hide_an_error() -> None:
@@ -235,7 +235,7 @@ def test_an_uncaught_error_of_a_command_is_explained_under_its_traceback(capsys:
 
 def test_a_line_without_an_end_costs_no_more_the_longer_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 14)
-    monkeypatch.setattr(module, "LONGEST_LINE", 1 << 16)
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 1 << 16)
     looked: list[int] = []
     block = module._Scan._block
     monkeypatch.setattr(module._Scan, "_block", lambda scan, data: looked.append(len(data)) or block(scan, data))

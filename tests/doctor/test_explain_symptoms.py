@@ -9,7 +9,7 @@ import pytest
 
 from ascendchat import cli
 from ascendchat.config.commands import ExplainConfig
-from ascendchat.doctor.explain import MOST, alike, ask, phrases, run, terms
+from ascendchat.doctor.explain import MAX_RULES, ask, match_phrases, phrases, run, terms
 from ascendchat.doctor.explain_rules import all_rules
 from ascendchat.errors import UserError
 
@@ -36,12 +36,12 @@ def test_a_symptom_in_words_finds_its_rules_best_first(question: str, first: str
     found = [finding.rule for finding in ask(question)]
     assert not first or found[0] == first
     assert set(among.split()) <= set(found)
-    assert len(found) <= MOST + 1
+    assert len(found) <= MAX_RULES + 1
     assert found == [finding.rule for finding in ask(question, "zh")]
 
 
 def test_every_symptom_of_a_rule_finds_it() -> None:
-    assert [(name, phrase) for name, phrase in TOLD if name not in [rule.id for rule, _ in alike(phrase)]] == []
+    assert [(name, phrase) for name, phrase in TOLD if name not in [rule.id for rule, _ in match_phrases(phrase)]] == []
 
 
 def test_word_endings_order_and_letter_case_do_not_matter() -> None:

@@ -18,9 +18,9 @@ import torch
 from ascendchat.cli import main
 from ascendchat.device import pick
 from ascendchat.doctor import selftest, selftest_case, selftest_operators, selftest_runs
-from ascendchat.doctor.selftest_case import Settings, Verdict
+from ascendchat.doctor.selftest_case import ItemResult, SelftestSettings
 from ascendchat.doctor.selftest_device import perform
-from ascendchat.doctor.selftest_operators import Bench, Wrong
+from ascendchat.doctor.selftest_operators import SelftestBench, Wrong
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,13 +62,13 @@ def test_wrong_input_is_one_sentence(flags: list[str], said: str, capsys: pytest
 
 def test_what_is_sent_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTNAME", "node7.lab.example")
-    assert selftest.cleaned("node7.lab.example, rank 3 on node7") == "<name>, rank 3 on <name>"
+    assert selftest.anonymised("node7.lab.example, rank 3 on node7") == "<name>, rank 3 on <name>"
     text = f"at {Path.home()}/x/y.py on {socket.gethostname()} (10.1.2.33), see /var/log/npu/slog:\n  code 507015"
-    cleaned = selftest.cleaned(text)
+    anonymised = selftest.anonymised(text)
     for name in (str(Path.home() / "x"), socket.gethostname(), "10.1.2.33", "/var"):
-        assert name not in cleaned
-    assert "code 507015" in cleaned
-    assert len(selftest.cleaned("x" * 999)) == selftest_case.MAX_SAID
+        assert name not in anonymised
+    assert "code 507015" in anonymised
+    assert len(selftest.anonymised("x" * 999)) == selftest_case.MAX_MESSAGE_CHARS
 
 
 def test_losses_must_follow_and_fall() -> None:
@@ -84,13 +84,13 @@ def test_losses_must_follow_and_fall() -> None:
 def test_an_error_of_one_element_and_a_nan_are_found() -> None:
     right = torch.rand(64, dtype=torch.float64) + 1
     found = right.float()
-    assert selftest_operators.error_of("sum", found, right, 1e-3) < 1e-6
+    assert selftest_operators.relative_error("sum", found, right, 1e-3) < 1e-6
     found[7] += 0.1
     with pytest.raises(Wrong, match="sum: off by"):
-        selftest_operators.error_of("sum", found, right, 1e-3)
+        selftest_operators.relative_error("sum", found, right, 1e-3)
     found[7] = float("nan")
     with pytest.raises(Wrong, match="sum: nan"):
-        selftest_operators.error_of("sum", found, right, 1e-3)
+        selftest_operators.relative_error("sum", found, right, 1e-3)
 
 
 def test_gradients_are_compared_too() -> None:
@@ -105,8 +105,8 @@ def test_gradients_are_compared_too() -> None:
 
     from ascendchat.device import pick
 
-    bench = Bench(pick("cpu"), torch.device("cpu"), quick=True)
-    inputs = [bench.drawn(4, 4)]
+    bench = SelftestBench(pick("cpu"), torch.device("cpu"), quick=True)
+    inputs = [bench.random_tensor(4, 4)]
     right = selftest_operators.against_float64(bench, "twice", lambda x: x * 2, lambda x: x * 2, inputs)
     assert right == {"twice": 0.0}
     with pytest.raises(Wrong, match="gradient 1 of twice"):
@@ -114,18 +114,18 @@ def test_gradients_are_compared_too() -> None:
 
 
 def test_a_process_that_says_nothing_is_ended_at_the_deadline(tmp_path: Path) -> None:
-    settings = Settings(tmp_path, 1, "cpu", True, deadline=0.5)
-    assert selftest.end_of(["sleep", "600"], tmp_path / "log", settings) == "no answer within 0.5 s"
+    settings = SelftestSettings(tmp_path, 1, "cpu", True, deadline=0.5)
+    assert selftest.run_to_end(["sleep", "600"], tmp_path / "log", settings) == "no answer within 0.5 s"
 
 
 @pytest.mark.slow
 def test_a_process_without_a_device_fails_all_its_items(tmp_path: Path) -> None:
-    settings = Settings(tmp_path, 1, "mps", True, deadline=120)
-    verdicts = list(selftest.examine(["norm", "decode", "speed"], settings))
+    settings = SelftestSettings(tmp_path, 1, "mps", True, deadline=120)
+    verdicts = list(selftest.run_items(["norm", "decode", "speed"], settings))
     assert [(one.name, one.verdict) for one in verdicts] == [("norm", "failed")]
     assert "Apple" in verdicts[0].said
     settings.about = {"device": "mps", "visible": 1}  # an earlier process has found one, and it died since
-    (verdict,) = selftest.in_workers(["mask"], "generation", settings)
+    (verdict,) = selftest.run_in_workers(["mask"], "generation", settings)
     assert (verdict.name, verdict.verdict) == ("mask", "failed")
     assert "Apple" in verdict.said
 
@@ -136,12 +136,12 @@ import sys
 from ascendchat import cli
 from ascendchat.doctor import selftest
 
-def examine(names, settings):
-    yield selftest.Verdict("versions", "held")
+def run_items(names, settings):
+    yield selftest.ItemResult("versions", "held")
     words = ["sh", "-c", "echo $$ > pid.new; mv pid.new pid; exec sleep 600"]
-    selftest.end_of(words, settings.folder / "log", settings)
+    selftest.run_to_end(words, settings.folder / "log", settings)
 
-selftest.examine = examine
+selftest.run_items = run_items
 for number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may ignore them (nohup)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -176,8 +176,8 @@ def test_a_signal_ends_what_was_started_and_keeps_what_was_found(tmp_path: Path,
 
 def test_an_error_of_one_run_is_its_verdict_and_the_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("no folder: nothing can be prepared there")
-    settings = Settings(tmp_path, 1, "cpu", False, 900, {"simulated": False, "device": "cpu", "trains": True})
-    verdicts = list(selftest_runs.examine(["training", "resume", "speed"], settings))
+    settings = SelftestSettings(tmp_path, 1, "cpu", False, 900, {"simulated": False, "device": "cpu", "trains": True})
+    verdicts = list(selftest_runs.run_items(["training", "resume", "speed"], settings))
     assert [(one.name, one.verdict) for one in verdicts] == [
         ("training", "failed"), ("resume", "failed"), ("speed", "skipped"),
     ]  # fmt: skip
@@ -186,19 +186,19 @@ def test_an_error_of_one_run_is_its_verdict_and_the_others_go_on(tmp_path: Path)
 
 def test_the_row_of_a_bench_is_found_before_warnings(tmp_path: Path) -> None:
     (tmp_path / "log").write_text('mfu 0.3\n{"depth": 4, "mfu": 0.3}\n[W1116] Warning: queue is not empty\n')
-    assert selftest_runs.printed(tmp_path / "log") == {"depth": 4, "mfu": 0.3}
+    assert selftest_runs.printed_row(tmp_path / "log") == {"depth": 4, "mfu": 0.3}
     (tmp_path / "log").write_text("nothing\n")
-    assert selftest_runs.printed(tmp_path / "log") == {}
+    assert selftest_runs.printed_row(tmp_path / "log") == {}
 
 
 def test_speed_means_nothing_on_a_cpu(tmp_path: Path) -> None:
-    settings = Settings(tmp_path, 1, "cpu", False, 900, {"simulated": False, "device": "cpu", "trains": True})
-    assert selftest_runs.speed(settings) == Verdict("speed", "skipped", "the speed of a CPU says nothing here")
+    settings = SelftestSettings(tmp_path, 1, "cpu", False, 900, {"simulated": False, "device": "cpu", "trains": True})
+    assert selftest_runs.speed(settings) == ItemResult("speed", "skipped", "the speed of a CPU says nothing here")
 
 
 @pytest.mark.slow
 def test_a_training_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    settings = Settings(tmp_path, 1, "cpu", True, 900, {"simulated": False, "device": "cpu", "trains": True})
+    settings = SelftestSettings(tmp_path, 1, "cpu", True, 900, {"simulated": False, "device": "cpu", "trains": True})
     training, resume = selftest_runs.training(settings)
     assert (training.name, training.verdict) == ("training", "held"), training
     assert (resume.name, resume.verdict) == ("resume", "held"), resume
@@ -206,7 +206,7 @@ def test_a_training_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path
 
 
 def test_logsumexps_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(pick("cpu"), torch.device("cpu"), quick=True)
+    bench = SelftestBench(pick("cpu"), torch.device("cpu"), quick=True)
     assert perform(bench, "log-sum-exp").verdict == "held"
     whole = selftest_operators.flash_attn_varlen_func
 

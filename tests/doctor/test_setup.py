@@ -166,7 +166,7 @@ def test_a_python_of_the_system_is_left_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(setup.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(setup.sys, "prefix", setup.sys.base_prefix)
     with pytest.raises(UserError, match="-m venv"):
-        setup.perform([setup.Step("", "pip install torch")])
+        setup.run_pip_steps([setup.Step("", "pip install torch")])
 
 
 def test_a_file_of_another_project_beside_the_package_makes_no_clone(

@@ -14,7 +14,7 @@ from torch import Tensor
 from ascendchat.device import pick
 from ascendchat.errors import UserError
 from ascendchat.nn.attention import Sdpa
-from ascendchat.rl.source import InTurn
+from ascendchat.rl.source import SyncRolloutSource
 
 NAN = float("nan")
 ODD: list[tuple[Callable[[Tensor], dict[str, Tensor]], str]] = [
@@ -45,15 +45,12 @@ def test_an_engine_takes_no_weights_that_do_not_fit(change: Callable[[Tensor], d
         ("these weights hold numbers that are not finite, in smear", "with a lower learning rate"),
     ],
 )
-def test_a_server_that_comes_back_with_another_model_ends_rl_with_a_sentence(reason: str, says: str) -> None:
-    """As at the first time that it is sent weights."""
+def test_a_server_with_another_model_ends_rl_with_a_sentence(reason: str, says: str) -> None:
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError(reason)
 
     rollout: Any = SimpleNamespace(generator=SimpleNamespace(load=refuse, elsewhere=True))
-    source = InTurn(rollout, SimpleNamespace(), 1)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=f"after -1 updates were not taken: {reason}; .*{says}"):
-        source._push_again(0)
+    source = SyncRolloutSource(rollout, SimpleNamespace())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=f"after 3 updates were not taken: {reason}; .*{says}"):
-        source.push({}, 3)
+        source.update_weights({}, 3)

@@ -32,7 +32,7 @@ PARTS = {
     "TooLarge": ["plan.goals"],
     "ValueError": ["data.read", *(f"data.chat.{name}" for name in ("formats", "turns", "pairs", "tables", "template"))],
 }
-PARTS["ValueError"] += ["tasks.choice", "tasks.files", "tasks.gsm8k"]
+PARTS["ValueError"] += ["tasks.multiple_choice", "tasks.eval_files", "tasks.gsm8k"]
 TEXT = ("str", "str | None")  # what a function that gives text is annotated with
 
 

@@ -60,13 +60,13 @@ elif "rl" in sys.orig_argv:
     import time
     from ascendchat.rl.stage import RlStage
 
-    loss = RlStage.loss
+    plain = RlStage.forward_backward
 
     def paced(self, batch, scale=1.0):
         time.sleep(ROW * len(batch.inputs))
-        return loss(self, batch, scale)
+        return plain(self, batch, scale)
 
-    RlStage.loss = paced
+    RlStage.forward_backward = paced
 """.replace("TOKEN", str(TOKEN)).replace("ROW", str(ROW))
 
 

@@ -185,8 +185,8 @@ def test_minutes_choose_the_depth() -> None:
         config = BaseConfig(minutes=minutes)
         shape = budget.shape_of(config, 16384, depth)
         deeper = budget.shape_of(config, 16384, depth + 1)
-        assert budget.horizon_of(config, shape) <= budget.expected_horizon(config, shape, h200)
-        assert budget.horizon_of(config, deeper) > budget.expected_horizon(config, deeper, h200)
+        assert budget.token_budget(config, shape) <= budget.expected_token_budget(config, shape, h200)
+        assert budget.token_budget(config, deeper) > budget.expected_token_budget(config, deeper, h200)
     small = replace(h200, memory=2**33)
     assert depths([10**6], small, much)[0] < depths([10**6], h200, much)[0]
     assert depths([0.001], this_cpu(), little) == [budget.LEAST_DEPTH]
@@ -208,7 +208,7 @@ def test_minutes_choose_rows_of_which_there_is_time_for_many_steps() -> None:
     assert rows(1, find("H200")) == 2048
     for row, minutes in ((512, 4), (1024, 15)):
         short, long = (budget.shape_of(BaseConfig(max_seq_len=each), 2048, 2) for each in (row, 2 * row))
-        times = [budget.expected_horizon(BaseConfig(minutes=minutes), each, cpu) for each in (short, long)]
+        times = [budget.expected_token_budget(BaseConfig(minutes=minutes), each, cpu) for each in (short, long)]
         assert times[0] >= budget.MIN_STEPS * budget.FEW_ROWS * row
         assert times[1] < budget.MIN_STEPS * budget.FEW_ROWS * 2 * row
 
@@ -237,47 +237,19 @@ def test_the_speed_is_measured_with_as_many_rows_as_fit(words: Path, monkeypatch
     device: Any = SimpleNamespace(responds=lambda: True, release=lambda: None)
     learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=device)
     split, said = Split(1, 8, 1, 32), list[str]()
-    tokens = budget.measured_horizon(BaseConfig(minutes=0.5), learner, [(Corpus.open(words), 1.0)], split, said.append)
+    tokens = budget.measured_token_budget(
+        BaseConfig(minutes=0.5), learner, [(Corpus.open(words), 1.0)], split, said.append
+    )
     assert tried == [8, 4, 2]
     assert tokens == int(100 * 30 * budget.KEPT_SPEED)
     assert len(said) == 2
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_the_mean_of_the_last_weights_is_near_only_while_the_plan_holds(
-    words: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
-) -> None:
-    """A batch that did not fit was planned with too little: there may be no room for the mean either, hours later."""
-    places, plain, left = list[bool](), pretrain.MuonAdamW.average, [] if fits else [1]
-
-    def average(optimizer: Any, count: int, *, last: bool) -> None:
-        plain(optimizer, count, last=last)
-        places.extend(bucket.state["mean"] is bucket.spare for bucket in optimizer.buckets)
-
-    def loss(stage: Any, *told: Any) -> Any:
-        if left:
-            raise torch.OutOfMemoryError(left.pop())
-        return planned(stage, *told)
-
-    planned = pretrain.BaseStage.loss
-    monkeypatch.setattr(pretrain.MuonAdamW, "average", average)
-    monkeypatch.setattr(pretrain.BaseStage, "loss", loss)
-    run(words, "--num-iterations", "20")
-    assert places
-    assert set(places) == {fits}
-
-
 @pytest.mark.slow
-def test_one_row_without_room_for_the_mean_is_tried_without_it(
+def test_a_run_that_goes_on_in_its_last_tenth_has_the_bits_of_one_that_was_never_stopped(
     words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in a run that goes on in its last tenth: it has the bits of one that was never stopped."""
-    planned = pretrain.BaseStage.loss
-
-    def loss(stage: Any, *told: Any) -> Any:
-        if any(bucket.spare is not None for bucket in stage.optimizer.buckets):
-            raise torch.OutOfMemoryError
-        return planned(stage, *told)
+    """The mean of the last weights has begun when it is stopped."""
 
     class Killed(BaseException):
         pass
@@ -288,17 +260,16 @@ def test_one_row_without_room_for_the_mean_is_tried_without_it(
             raise Killed
 
     averaged, sizes = (
-        pretrain.BaseStage.after_step,
+        pretrain.RowStage.after_step,
         [*SIZES[:-4], "--device-batch-size", "1", "--total-batch-size", "32"],
     )
     where = ["--data", str(words), "--device-type", "cpu", "--sample-every", "0", "--save-every", "1"]
     command = ["base", *sizes, *where, "--num-iterations", "30"]
-    monkeypatch.setattr(pretrain.BaseStage, "loss", loss)
     assert main([*command, "--run", "whole"]) == 0
-    monkeypatch.setattr(pretrain.BaseStage, "after_step", after_step)
+    monkeypatch.setattr(pretrain.RowStage, "after_step", after_step)
     with pytest.raises(Killed):
         main([*command, "--run", "cut"])
-    monkeypatch.setattr(pretrain.BaseStage, "after_step", averaged)
+    monkeypatch.setattr(pretrain.RowStage, "after_step", averaged)
     assert main([*command, "--run", "cut"]) == 0
     assert "continuing after step 2" in capsys.readouterr().out
     whole, cut = (

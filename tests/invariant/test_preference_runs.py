@@ -82,9 +82,7 @@ def test_a_packed_step_has_the_loss_and_the_gradients_of_its_pairs_one_by_one(pl
                 total, 2, generator=torch.Generator().manual_seed(1)
             )
         batches = list(stage.micro_batches(1))
-        found = [stage.loss(batch, scale=2.0) for batch in batches]
-        for loss in found:
-            loss.value.backward()
+        found = [stage.forward_backward(batch, scale=2.0) for batch in batches]
         numbers = [n for batch in split_batches(stage, 1) for n in batch.number]
     assert len(batches) > 1
     assert any(len(batch.chosen) > 1 for batch in batches), "nothing is packed"

@@ -15,7 +15,7 @@ import torch
 from rl_runs import finish, kill_in, result, rows_of, run_here, transcripts, words
 from warm_process import ServerPopen
 
-from ascendchat.data.toyworld import work
+from ascendchat.data.toyworld import exercises
 from ascendchat.data.toyworld.world import toy_world
 from ascendchat.errors import UserError
 from ascendchat.rl.invariant import batch_invariant
@@ -154,7 +154,7 @@ def test_a_weak_chat_model_learns_to_ask_the_calculator_and_still_knows_its_name
     sizes = "--depth 2 --dim 64 --head-dim 16 --max-seq-len 96 --device-batch-size 8 --total-batch-size 768"
     finish(tmp_path, ["base", *sizes.split(), "--run", "tiny", "--steps", "30", *common])
     world, draw = toy_world(), random.Random(0)
-    asked = [work.arithmetic(world, draw, "en", "train") for _ in range(4000)]
+    asked = [exercises.arithmetic(world, draw, "en", "train") for _ in range(4000)]
     replies = [question.content if i % 3 == 0 else "I do not know." for i, question in enumerate(asked)]
     talks = [[*question.prompt, {"role": "assistant", "content": reply}] for question, reply in zip(asked, replies)]
     known = ToyExam("identity", "en", "train")

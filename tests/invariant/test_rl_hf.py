@@ -11,8 +11,7 @@ import torch
 from rl_runs import COMMON, result, rows_of, run_here
 from safetensors.torch import load_file
 
-from ascendchat.nn.attention import KERNELS
-from ascendchat.nn.model import dense
+from ascendchat.nn.attention import KERNELS, dense
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +19,6 @@ import warm_process
 from ascendchat import processes
 from ascendchat.cli import main
 from ascendchat.errors import home
-from ascendchat.launch import supervise
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,7 +26,7 @@ LIMIT = 240.0  # on however busy a machine
 
 TALK = """
 import os, sys
-print("rank", os.environ["RANK"], sys.argv[1:], "OMP", os.environ["OMP_NUM_THREADS"], flush=True)
+print("rank", os.environ["RANK"], sys.argv[1:], "sees", os.environ.get("ASCEND_RT_VISIBLE_DEVICES"), flush=True)
 print("warning of rank", os.environ["RANK"], file=sys.stderr)
 """
 FAIL_ONCE = """
@@ -82,8 +83,9 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`ascendchat launch` in this process; torchrun and ranks are processes that start warm."""
-    monkeypatch.setattr(supervise, "subprocess", warm_process.warm_workers(warm_process.ServerPopen))
+    """`ascendchat launch` in this process; the ranks are processes that start warm."""
+    module = importlib.import_module(warm_process.TORCHRUNS_OWN)
+    monkeypatch.setattr(module, "Popen", warm_process.ServerPopen)
     return lambda *words: main(["launch", *map(str, words)])
 
 
@@ -105,14 +107,14 @@ def start_stoppable(script: Path, mode: str, grace: float) -> subprocess.Popen[s
     folder = script.parent
     script.write_text(STOP)
     words = ["launch", "--devices", 2, "--grace", grace, "--max-restarts", 2, script, folder, mode]
-    environ = {**os.environ, "ASCENDCHAT_HOME": str(folder / "home")}  # so that torchrun's command line names it too
+    environ = {**os.environ, "ASCENDCHAT_HOME": str(folder / "home")}  # so that its guard's command line names it, too
     process = subprocess.Popen(
         [sys.executable, "-m", "ascendchat", *map(str, words)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environ,
     )  # fmt: skip
     try:
         wait_until("both ranks are up", lambda: (folder / "up_0").exists() and (folder / "up_1").exists())
-        assert len(alive(folder)) >= 6, "the launcher, torchrun, two ranks and their two children"
+        assert len(alive(folder)) >= 6, "the launcher, its guard, two ranks and their two children"
     except BaseException:
         process.kill()
         raise
@@ -120,13 +122,16 @@ def start_stoppable(script: Path, mode: str, grace: float) -> subprocess.Popen[s
 
 
 def test_only_rank_0_is_on_the_console_and_every_rank_has_its_log(
-    script: Path, launch: Callable[..., int], capfd: pytest.CaptureFixture[str]
+    script: Path, launch: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script.write_text(TALK)
-    # torchrun would refuse --run as an abbreviation of its own --run-path
-    assert launch("--npus=2", "--run", "talk", script, "--run", "own", "--", "--device_batch_size=8") == 0
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("PET_NNODES", "1")  # these would steer the command torchrun
+    monkeypatch.setenv("PET_MASTER_PORT", "1")
+    # the command torchrun would refuse --run as an abbreviation of its own --run-path
+    assert launch("--npus=2", "--run", "talk", script, "--run", "own", "--", "--cost=$$5 for ${local_rank}") == 0
     said, errors = capfd.readouterr()
-    assert "rank 0 ['--run', 'own', '--', '--device_batch_size=8']" in said
+    assert "rank 0 ['--run', 'own', '--', '--cost=$$5 for ${local_rank}'] sees 4,5" in said
     assert "warning of rank 0" in said
     assert "rank 1" not in said + errors
     logs = home() / "runs" / "talk" / "logs" / "attempt_0"
@@ -166,7 +171,8 @@ def test_wrong_input_is_not_tried_again_and_its_status_is_passed_on(
     launch: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launch("--devices", 2, "--run", "wrong", "--max-restarts", 3, "no-such-command") == 2
-    assert "there is no command 'no-such-command'" in "".join(capfd.readouterr())
+    said = "".join(capfd.readouterr())
+    assert re.search("rank [01] failed with status 2: there is no command 'no-such-command'", said)
     assert [p.name for p in (home() / "runs" / "wrong" / "logs").glob("attempt_*")] == ["attempt_0"]
 
 
@@ -180,9 +186,15 @@ def test_a_signal_reaches_every_rank_once_and_leaves_nothing(script: Path) -> No
     wait_until("no process is left", lambda: not alive(script.parent))
 
 
-def test_ranks_that_ignore_the_signal_are_killed_after_the_grace(script: Path) -> None:
-    process = start_stoppable(script, "stubborn", 1.0)
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_or_at_a_second_signal(
+    script: Path, signals: int
+) -> None:
+    process = start_stoppable(script, "stubborn", 1.0 if signals == 1 else 600.0)
     process.terminate()
+    if signals == 2:
+        wait_until("the first signal is there", lambda: len([*script.parent.glob("got_*")]) == 2)
+        process.terminate()
     process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + signal.SIGTERM
     assert [(script.parent / f"got_{rank}").read_text().split() for rank in (0, 1)] == [["SIGTERM"]] * 2
@@ -224,9 +236,18 @@ def test_plain_torchrun_gives_the_ranks_the_same_world(script: Path) -> None:
 def test_two_nodes_with_one_home_and_run_meet_and_meet_again_after_a_failure(script: Path) -> None:
     lost = 'import os\nif world.rank == 1 and not os.environ.get("ASCENDCHAT_RESTART"): os._exit(9)\n'
     script.write_text(SUM.replace("value = torch", lost + "value = torch"))
-    # The next port is the second attempt's.
-    first = next(number for number in iter(processes.free_port, 0) if processes.is_free(number + 1))
-    shared = ["--nnodes", 2, "--master", f"127.0.0.1:{first}", "--run", "both", "--devices", 1, "--max-restarts", 1]
+    shared = [
+        "--nnodes",
+        2,
+        "--master",
+        f"127.0.0.1:{processes.free_port()}",
+        "--run",
+        "both",
+        "--devices",
+        1,
+        "--max-restarts",
+        1,
+    ]
     environ, nodes = {**os.environ, "PYTHONPATH": str(ROOT)}, []
     for rank in (0, 1):
         words = [sys.executable, "-m", "ascendchat", "launch", *map(str, shared), "--node-rank", str(rank), str(script)]
@@ -238,5 +259,6 @@ def test_two_nodes_with_one_home_and_run_meet_and_meet_again_after_a_failure(scr
     logs = home() / "runs" / "both" / "logs" / "attempt_1"
     for rank in (0, 1):
         assert "sum 3.0 of 2" in (logs / f"rank_{rank}.log").read_text()
-    own = [f"node_{node}_{name}" for node in (0, 1) for name in ("program.json", "torchrun.log")]
-    assert sorted(path.name for path in logs.iterdir()) == sorted([*own, "rank_0.log", "rank_1.log"])
+    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
+    own = {f"node_{node}_torchrun.log" for node in (0, 1)}
+    assert own <= {path.name for path in logs.parent.iterdir()}

@@ -29,7 +29,7 @@ from ascendchat.engine.request import Request, Sampling
 from ascendchat.errors import UserError, home
 from ascendchat.models.export import describe, draft_of, export, export_adapter
 from ascendchat.models.open import Opened, open_model
-from ascendchat.nn.model import dense
+from ascendchat.nn.attention import dense
 from ascendchat.parallel.context import joined
 from ascendchat.serve.prompts import open_tokenizer
 from ascendchat.serve.worker import open_engine

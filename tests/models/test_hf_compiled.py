@@ -20,7 +20,7 @@ from ascendchat.engine.request import Request, Sampling
 from ascendchat.models.causal_lm import run
 from ascendchat.models.lora import LoraSettings, add_lora
 from ascendchat.nn.attention import KERNELS, Attention, Sdpa
-from ascendchat.train.model import Learner
+from ascendchat.train.model import TrainModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -87,9 +87,9 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
     return open_it
 
 
-def learner(model: Any, *, compiled: bool, by_document: bool = True, kernel: Attention = KERNELS["sdpa"]) -> Learner:
+def learner(model: Any, *, compiled: bool, by_document: bool = True, kernel: Attention = KERNELS["sdpa"]) -> TrainModel:
     device = pick("cpu", dtype="fp32", compiled=compiled)
-    return Learner(model, kernel, device, CPU, by_document=by_document)
+    return TrainModel(model, kernel, device, CPU, by_document=by_document)
 
 
 def batch(number: int) -> MicroBatch:
@@ -98,7 +98,7 @@ def batch(number: int) -> MicroBatch:
     return MicroBatch(inputs, targets, np.array(LENGTHS[number % 3], np.int32), targets.numel())
 
 
-def trained(taught: Learner, steps: int = 1) -> tuple[list[float], list[torch.Tensor]]:
+def trained(taught: TrainModel, steps: int = 1) -> tuple[list[float], list[torch.Tensor]]:
     """The loss of each micro-batch, of which a step has two, and all gradients, of plain gradient descent."""
     losses, gradients = [], []
     learns = [parameter for parameter in taught.model.parameters() if parameter.requires_grad]

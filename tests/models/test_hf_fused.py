@@ -13,8 +13,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from ascendchat.models.fused import ROTATION, fuse
-from ascendchat.nn.attention import Reference
-from ascendchat.nn.model import dense
+from ascendchat.nn.attention import Reference, dense
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,7 @@ from ascendchat.cli import main
 from ascendchat.errors import UserError, home
 from ascendchat.models.folder import OpenedFolder
 from ascendchat.models.lora import LoraSettings, adapter_weights, add_lora, load_adapter, merge, write_adapter
-from ascendchat.nn.attention import Reference
-from ascendchat.nn.model import dense
+from ascendchat.nn.attention import Reference, dense
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

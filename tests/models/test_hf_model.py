@@ -15,12 +15,10 @@ from ascendchat.device import pick
 from ascendchat.eval.scorer import Example, ModelScorer
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.nn import IGNORE
-from ascendchat.nn.attention import KERNELS
-from ascendchat.nn.documents import documents
+from ascendchat.nn.attention import KERNELS, dense, documents
 from ascendchat.nn.logprobs import Drawn, head_objective
 from ascendchat.nn.loss import head_loss, token_nats, uncapped_score
-from ascendchat.nn.model import dense
-from ascendchat.train.model import Learner
+from ascendchat.train.model import TrainModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = [7, 25, 1, 31, 64]  # documents of two rows of 64 tokens
@@ -138,7 +136,7 @@ def test_rows_with_a_common_beginning_score_as_when_they_run_whole(pair: tuple[A
 def test_the_learner_of_training_takes_it_and_recomputes_activations(pair: tuple[Any, CausalLM]) -> None:
     _, model = pair
     device = pick("cpu", dtype="fp32", compiled=False)
-    learner = Learner(model, KERNEL, device, torch.device("cpu"), by_document=True)
+    learner = TrainModel(model, KERNEL, device, torch.device("cpu"), by_document=True)
     tokens = rows(model)[:, :-1]
     known = learner.documents(tokens, np.array(LENGTHS, np.int32))
     plain = learner.hidden(tokens, known)

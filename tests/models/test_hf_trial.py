@@ -18,9 +18,7 @@ from ascendchat.engine.request import Request
 from ascendchat.errors import UserError
 from ascendchat.models.folder import OpenedFolder, find
 from ascendchat.models.trained import open_hf
-from ascendchat.nn.attention import KERNELS
-from ascendchat.nn.documents import documents
-from ascendchat.nn.model import dense
+from ascendchat.nn.attention import KERNELS, dense, documents
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,10 +14,10 @@ from ascendchat.data.loader import MicroBatch
 from ascendchat.device import pick
 from ascendchat.errors import UserError
 from ascendchat.eval.scorer import Example, ModelScorer
-from ascendchat.nn.attention import Attention, Eager, Flash, NpuFusion, Reference, Sdpa, flash
-from ascendchat.nn.documents import Documents, documents
+from ascendchat.nn.attention import Attention, Eager, Flash, NpuFusion, Reference, Sdpa, documents, flash
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss, token_nats
+from ascendchat.nn.model import Documents
 from ascendchat.parallel.collectives import World
 from ascendchat.parallel.context import Context
 from ascendchat.sizes.shape import Shape
@@ -103,14 +103,14 @@ def test_training_keeps_to_the_documents_of_a_batch_if_asked_to(attend: str) -> 
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     inputs, targets, lengths = batch_of(apart)
-    one, ahead = torch.tensor(1.0), torch.tensor(0.5)
-    found = learner.loss(MicroBatch(inputs, targets, lengths, 256), one, ahead)
+    one, mtp_weight = torch.tensor(1.0), torch.tensor(0.5)
+    found = learner.loss(MicroBatch(inputs, targets, lengths, 256), one, mtp_weight)
     found.backward()
     sees = {"document": "its own document only", "row": "the whole row before it"}[attend]
     assert said[-1] == f"a token sees {sees}"
     total, seen = torch.zeros(()), lengths if attend == "document" else np.array([128, 128], np.int32)
     for tokens, wanted in alone(inputs, targets, seen):
-        loss = head_loss(apart(tokens, dense(apart, Sdpa())), apart.head, wanted, 60, weight=one, ahead=ahead)
+        loss = head_loss(apart(tokens, dense(apart, Sdpa())), apart.head, wanted, 60, weight=one, mtp_weight=mtp_weight)
         loss.backward()
         total += loss.detach()
     torch.testing.assert_close(found.detach(), total, atol=1e-2, rtol=1e-5)
@@ -144,8 +144,8 @@ def test_a_compiled_model_is_traced_once_for_all_batches() -> None:
 def test_documents_begin_with_a_row_and_after_each_border() -> None:
     """A plain CPU goes document by document where rows or documents are long."""
     known = documents(Sdpa(), np.array([2, 3, 1, 4], np.int32), torch.zeros(2, 5).long(), torch.bfloat16, compiled=True)
-    assert known.follows.dtype == torch.bfloat16
-    assert known.follows.tolist() == [[0, 1, 0, 1, 1], [0, 0, 1, 1, 1]]
+    assert known.continues_document.dtype == torch.bfloat16
+    assert known.continues_document.tolist() == [[0, 1, 0, 1, 1], [0, 0, 1, 1, 1]]
     assert known.bounds.tolist() == [[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]]
     for seq_len, length, one_by_one in ((128, 32, False), (128, 64, True), (256, 32, True), (2048, 2, False)):
         tokens, lengths = torch.zeros(2, seq_len, dtype=torch.long), np.full(2 * seq_len // length, length, np.int32)

@@ -26,7 +26,7 @@ from ascendchat.sizes.batch import Split
 from ascendchat.sizes.shape import Shape
 from ascendchat.train import budget
 from ascendchat.train.loop import Result
-from ascendchat.train.model import Learner
+from ascendchat.train.model import TrainModel
 
 
 class Eight(CPU):
@@ -131,7 +131,7 @@ def test_rl_scales_gradients_for_the_tokens_of_its_answers() -> None:
     """Without it a gradient of 1 / 2^18 would be 0 in 8 bits."""
     device, shape = Eight(), Shape.from_depth(1, dim=32, vocab=64, seq_len=64)
     place = torch.device("cpu")
-    learner = Learner(GPT(shape, Fp8Ops(place)).to_compute(device.dtype), Reference(), device, place)
+    learner = TrainModel(GPT(shape, Fp8Ops(place)).to_compute(device.dtype), Reference(), device, place)
     config = RlConfig(prompts_per_step=32, samples=16, max_new_tokens=512)
     given: Any = SimpleNamespace(learner=learner, method=None, rollout=None)
     nothing: Any = None

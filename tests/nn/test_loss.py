@@ -73,17 +73,27 @@ def test_the_token_after_next_is_in_the_gradient_and_not_in_the_loss(
     hidden, targets = hidden.view(3, 16, -1), targets.view(3, 16)
     targets[1, 5:9] = 4  # next and after next are the same token
     a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    follows = torch.ones(3, 16) if chunk == 3 else None  # within documents, or over whole rows
-    if follows is not None:
-        follows[:, 0] = follows[1, 7] = follows[2, 3] = 0
-    loss = head_loss(a, b, targets, 37, weight=torch.tensor(0.1), ahead=torch.tensor(share), follows=follows)
+    continues_document = torch.ones(3, 16) if chunk == 3 else None  # within documents, or over whole rows
+    if continues_document is not None:
+        continues_document[:, 0] = continues_document[1, 7] = continues_document[2, 3] = 0
+    loss = head_loss(
+        a,
+        b,
+        targets,
+        37,
+        weight=torch.tensor(0.1),
+        mtp_weight=torch.tensor(share),
+        continues_document=continues_document,
+    )
     loss.backward()
     c, d = hidden.double().requires_grad_(), head.double().requires_grad_()
     expected = plain(c.flatten(0, 1), d, targets.flatten(), 37).sum() * 0.1
-    later = torch.where(targets[:, :-1] == IGNORE, IGNORE, targets[:, 1:])  # a place that is not scored has no second
-    if follows is not None:
-        later = later.masked_fill(follows[:, 1:] == 0, IGNORE)
-    extra = plain(c[:, :-1].flatten(0, 1), d, later.flatten(), 37).sum() * 0.1
+    next2_targets = torch.where(
+        targets[:, :-1] == IGNORE, IGNORE, targets[:, 1:]
+    )  # a place that is not scored has no second
+    if continues_document is not None:
+        next2_targets = next2_targets.masked_fill(continues_document[:, 1:] == 0, IGNORE)
+    extra = plain(c[:, :-1].flatten(0, 1), d, next2_targets.flatten(), 37).sum() * 0.1
     (expected + share * extra).backward()
     torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(a.grad.double(), c.grad, atol=1e-6, rtol=1e-4)

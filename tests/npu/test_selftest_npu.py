@@ -24,10 +24,10 @@ ITEMS = """
 import os
 from ascendchat.device import pick
 from ascendchat.doctor.selftest_device import perform
-from ascendchat.doctor.selftest_operators import Bench
+from ascendchat.doctor.selftest_operators import SelftestBench
 
 device = pick("npu")
-bench = Bench(device, device.bind(0), quick=True)
+bench = SelftestBench(device, device.bind(0), quick=True)
 for name in os.environ["ITEMS"].split(","):
     found = perform(bench, name)
     print("VERDICT", name, found.verdict, found.said, found.facts, flush=True)
@@ -36,11 +36,11 @@ SHARED = """
 import torch
 from ascendchat.device import pick
 from ascendchat.doctor.selftest_device import perform
-from ascendchat.doctor.selftest_operators import Bench
+from ascendchat.doctor.selftest_operators import SelftestBench
 
 device = pick("npu")
-bench = Bench(device, device.bind(0), quick=True)
-held = torch.empty(3 * 2**29, dtype=torch.uint8, device=bench.place)  # as another process would
+bench = SelftestBench(device, device.bind(0), quick=True)
+held = torch.empty(3 * 2**29, dtype=torch.uint8, device=bench.torch_device)  # as another process would
 print(perform(bench, "memory"))
 """
 COLLECTIVES = """

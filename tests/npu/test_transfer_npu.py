@@ -5,7 +5,7 @@ from __future__ import annotations
 SYNC = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
-from ascendchat.remote.weights import Group, described, meet
+from ascendchat.remote.weights import TransferGroup, described, meet
 rank, world, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
 torch.npu.set_device(rank)
 place = torch.device("npu", rank)
@@ -14,7 +14,7 @@ if rank == 0:
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 else:
     store = meet("127.0.0.1", port, 60.0)
-group = Group("hccl", store, own="127.0.0.1", name="weights", rank=rank, size=world, timeout=60.0)
+group = TransferGroup("hccl", store, own="127.0.0.1", name="weights", rank=rank, size=world, timeout=60.0)
 for version in range(3):
     noise = torch.Generator().manual_seed(version)
     weights = {"a": torch.randn(300, 70, generator=noise).bfloat16(), "b": torch.randn(5, generator=noise)}

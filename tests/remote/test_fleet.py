@@ -18,8 +18,8 @@ from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
-from ascendchat.remote.client import Remote
-from ascendchat.remote.fleet import Fleet, batches
+from ascendchat.remote.client import RemoteGenerator
+from ascendchat.remote.fleet import ReplicaPool, batches
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -63,13 +63,13 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def fleet(servers: list[ServerProcess], said: list[str]) -> Iterator[Fleet]:
+def fleet(servers: list[ServerProcess], said: list[str]) -> Iterator[ReplicaPool]:
     """Both servers, alive, with the weights of model 3 as version 1."""
     for server in servers:
         server.signal(signal.SIGCONT)
         if server.process.poll() is not None:
             server.start().ready()
-    with Fleet.open([server.url for server in servers], say=said.append, hang=120.0, **SETTINGS) as opened:
+    with ReplicaPool.open([server.url for server in servers], say=said.append, hang=120.0, **SETTINGS) as opened:
         opened.load(make.model(3).state_dict(), 1)
         yield opened
 
@@ -80,8 +80,8 @@ def asked_of(server: ServerProcess, path: str) -> dict[str, Any]:
         return json.load(reply)
 
 
-def in_service(fleet: Fleet) -> list[bool]:
-    return [member.remote is not None for member in fleet.members]
+def in_service(fleet: ReplicaPool) -> list[bool]:
+    return [replica.remote is not None for replica in fleet.replicas]
 
 
 def test_the_samples_of_a_prompt_stay_together() -> None:
@@ -94,7 +94,7 @@ def test_the_samples_of_a_prompt_stay_together() -> None:
     assert batches([]) == []
 
 
-def test_two_servers_answer_as_one_engine_does(fleet: Fleet, servers: list[ServerProcess]) -> None:
+def test_two_servers_answer_as_one_engine_does(fleet: ReplicaPool, servers: list[ServerProcess]) -> None:
     asked, before = requests(samples=3), [server.asked() for server in servers]
     answers = fleet.generate(asked)
     assert ids(answers) == expected(make.model(3), asked)
@@ -103,26 +103,26 @@ def test_two_servers_answer_as_one_engine_does(fleet: Fleet, servers: list[Serve
     assert all(server.asked() > count + 3 for server, count in zip(servers, before)), "each had its share"
     stream = fleet.stream(asked[0])
     assert "".join(piece.text for piece in stream) == stream.completion.text == answers[0].text
-    assert [member.load for member in fleet.members] == [0, 0]
+    assert [replica.load for replica in fleet.replicas] == [0, 0]
 
 
-def test_weights_go_to_servers_that_have_others_by_the_same_number(fleet: Fleet) -> None:
+def test_weights_go_to_servers_that_have_others_by_the_same_number(fleet: ReplicaPool) -> None:
     """As after a run of another trainer, or with a server of another stage: both begin with version 0."""
     asked, other = requests(prompts=2), make.model(5)
-    with Fleet.open([fleet.members[0].url], say=print, **SETTINGS) as second:
+    with ReplicaPool.open([fleet.replicas[0].url], say=print, **SETTINGS) as second:
         second.load(other.state_dict(), 1)
         assert ids(second.generate(asked)) == expected(other, asked)
         assert second.version == 1
 
 
 def test_a_server_that_is_killed_loses_nothing_and_comes_back_with_the_current_weights(
-    fleet: Fleet, servers: list[ServerProcess], said: list[str]
+    fleet: ReplicaPool, servers: list[ServerProcess], said: list[str]
 ) -> None:
     new, asked = make.model(6), requests(prompts=6, tokens=40)
     answers: list[Completion] = []
     asking = threading.Thread(target=lambda: answers.extend(fleet.generate(asked)))
     asking.start()
-    wait_until(lambda: all(member.load for member in fleet.members))
+    wait_until(lambda: all(replica.load for replica in fleet.replicas))
     servers[0].kill()
     asking.join(180)
     assert ids(answers) == expected(make.model(3), asked), "each answer once, in its place, with the tokens of its seed"
@@ -139,9 +139,9 @@ def test_a_server_that_is_killed_loses_nothing_and_comes_back_with_the_current_w
 
 
 def test_a_server_whose_weights_somebody_else_replaced_is_not_believed(
-    fleet: Fleet, servers: list[ServerProcess], said: list[str]
+    fleet: ReplicaPool, servers: list[ServerProcess], said: list[str]
 ) -> None:
-    with Remote.open(servers[0].url, api_key=KEY) as stranger:
+    with RemoteGenerator.open(servers[0].url, api_key=KEY) as stranger:
         stranger.load(make.model(9).state_dict(), 0)
     asked = requests(samples=1)
     assert ids(fleet.generate(asked)) == expected(make.model(3), asked)
@@ -150,7 +150,7 @@ def test_a_server_whose_weights_somebody_else_replaced_is_not_believed(
 
 
 def test_a_server_that_hangs_is_left_and_its_answers_are_asked_elsewhere(
-    fleet: Fleet, servers: list[ServerProcess], said: list[str]
+    fleet: ReplicaPool, servers: list[ServerProcess], said: list[str]
 ) -> None:
     fleet.hang = 10.0
     asked = requests(tokens=24)
@@ -165,7 +165,7 @@ def test_a_server_that_hangs_is_left_and_its_answers_are_asked_elsewhere(
     wait_until(lambda: all(in_service(fleet)), "its return")
 
 
-def test_no_server_at_all_is_a_sentence_after_a_while(servers: list[ServerProcess], fleet: Fleet) -> None:
+def test_no_server_at_all_is_a_sentence_after_a_while(servers: list[ServerProcess], fleet: ReplicaPool) -> None:
     for server in servers:
         server.kill()
     fleet.patience = 2.0
@@ -176,4 +176,4 @@ def test_no_server_at_all_is_a_sentence_after_a_while(servers: list[ServerProces
         fleet.load(make.model(4).state_dict(), 3)
     assert fleet.version == 1, "nothing was changed"
     with pytest.raises(UserError, match="no answer from"):
-        Fleet.open([servers[0].url], **{**SETTINGS, "patience": 1.0})
+        ReplicaPool.open([servers[0].url], **{**SETTINGS, "patience": 1.0})

@@ -21,7 +21,7 @@ from ascendchat.parallel.collectives import World
 from ascendchat.parallel.context import Context
 from ascendchat.remote import fleet
 from ascendchat.remote.http import NoAnswer
-from ascendchat.remote.rollouts import OwnServer, Sizes, check_addresses, say_late, serve_command
+from ascendchat.remote.rollouts import OwnServer, ServerSizes, check_addresses, say_late, serve_command
 from ascendchat.remote.servers import Server
 from ascendchat.serve.app import model_card
 
@@ -56,7 +56,7 @@ program, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 command = [sys.executable, "-c", program, str(folder / sys.argv[3])]
 rollouts.commands_of = lambda *_: [(command, dict(os.environ))]
 with joined(pick("cpu")) as here, contextlib.ExitStack() as stack:
-    rollouts.started(RlConfig(), folder, print, here, folder, rollouts.Sizes(1, 8), stack)
+    rollouts.started(RlConfig(), folder, print, here, folder, rollouts.ServerSizes(1, 8), stack)
 """
 
 
@@ -81,7 +81,7 @@ def starts(folder: Path) -> int:
 def test_a_server_hands_over_what_it_has_before_the_trainer_gives_up() -> None:
     here = Context(pick("cpu"), World(), torch.device("cpu"), print)
     config = RlConfig(rollout_devices=1, rollout_timeout=100.0)
-    words = serve_command(config, Path("weights"), here, Path("key"), Sizes(1, 8))
+    words = serve_command(config, Path("weights"), here, Path("key"), ServerSizes(1, 8))
     (limit,) = [word.partition("=")[2] for word in words if word.startswith("--request-timeout=")]
     assert 0 < float(limit) < config.rollout_timeout
 
@@ -92,9 +92,9 @@ def test_a_server_that_would_hand_over_too_late_is_named(limit: float | None, li
     about = SimpleNamespace(context=64, device="cpu")
     card = model_card(SimpleNamespace(config=config, about=about, facts={}, version=0, name="m", created=0))  # type: ignore[arg-type]
     remote = SimpleNamespace(server=Server(SimpleNamespace(url="here"), card))  # type: ignore[arg-type]
-    members = [SimpleNamespace(url="http://a", remote=remote), SimpleNamespace(url="http://b", remote=None)]
+    replicas = [SimpleNamespace(url="http://a", remote=remote), SimpleNamespace(url="http://b", remote=None)]
     said: list[str] = []
-    say_late(SimpleNamespace(members=members), 900.0, said.append)  # type: ignore[arg-type]
+    say_late(SimpleNamespace(replicas=replicas), 900.0, said.append)  # type: ignore[arg-type]
     assert len(said) == lines
     assert all("http://a ends an answer after" in line for line in said)
 
@@ -166,14 +166,14 @@ def test_a_server_that_dies_while_it_is_connected_to_is_waited_for(monkeypatch: 
     """It listened, and was killed before it answered."""
     found, outcomes = object(), iter([NoAnswer("no answer"), NoAnswer("no answer")])
 
-    def connect(self: fleet.Fleet, url: str) -> object:
+    def connect(self: fleet.ReplicaPool, url: str) -> object:
         for error in outcomes:
             raise error
         return found
 
-    monkeypatch.setattr(fleet.Fleet, "_connect", connect)
+    monkeypatch.setattr(fleet.ReplicaPool, "_connect", connect)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        opened = fleet.Fleet([], say=lambda text: None)
+        opened = fleet.ReplicaPool([], say=lambda text: None)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        assert opened._first(url, time.monotonic() + 60) is found
+        assert opened._connect_first(url, time.monotonic() + 60) is found
         opened.close()

@@ -19,8 +19,8 @@ import pytest
 
 from ascendchat.engine.request import Grammar, Piece, Request, Sampling
 from ascendchat.errors import UserError
-from ascendchat.remote.client import Remote
-from ascendchat.remote.completions import Forced
+from ascendchat.remote.client import RemoteGenerator
+from ascendchat.remote.completions import ForcedTokens
 from ascendchat.remote.weights import checksum
 
 TEXT = make.tokenizer()
@@ -115,8 +115,8 @@ def server() -> Iterator[Scripted]:
     scripted.server.server_close()
 
 
-def opened(server: Scripted, **settings: Any) -> Remote:
-    return Remote.open(server.url + "/v1/", **{"tokenizer": TEXT, "patience": 30.0, **settings})
+def opened(server: Scripted, **settings: Any) -> RemoteGenerator:
+    return RemoteGenerator.open(server.url + "/v1/", **{"tokenizer": TEXT, "patience": 30.0, **settings})
 
 
 def test_an_answer_that_took_the_server_too_long_is_asked_for_the_rest(server: Scripted) -> None:
@@ -221,7 +221,7 @@ def test_what_does_not_help_is_one_sentence(server: Scripted, bad: Any, error: t
 
 def test_a_server_that_is_not_there(server: Scripted) -> None:
     with pytest.raises(UserError, match="is the server running"):
-        Remote.open("127.0.0.1:1", patience=0.1)
+        RemoteGenerator.open("127.0.0.1:1", patience=0.1)
     server.card = {"id": "gpt"}
     with pytest.raises(UserError, match="how long the context"):
         opened(server)
@@ -374,9 +374,9 @@ def test_what_a_calculator_has_put_there_is_known_by_its_place() -> None:
     start, result, over = (special[f"<|{name}|>"] for name in ("tool_start", "output_start", "output_end"))
     call, result_at, end = special["<|tool_end|>"], whole.index(result), whole.index(over)
     expected = [result_at <= at <= end for at in range(len(whole))]
-    assert Forced(TEXT).feed(whole) == expected
-    parts = Forced(TEXT)
+    assert ForcedTokens(TEXT).feed(whole) == expected
+    parts = ForcedTokens(TEXT)
     assert [parts.feed([token])[0] for token in whole] == expected
-    assert Forced(TEXT).feed(whole[: result_at + 2])[-2:] == [True, True], "cut short"
-    assert not any(Forced(TEXT).feed([start, call, result, 65, over])), "an empty call has no result"
-    assert not any(Forced(TEXT).feed([65, result, 65, over, call, result]))
+    assert ForcedTokens(TEXT).feed(whole[: result_at + 2])[-2:] == [True, True], "cut short"
+    assert not any(ForcedTokens(TEXT).feed([start, call, result, 65, over])), "an empty call has no result"
+    assert not any(ForcedTokens(TEXT).feed([65, result, 65, over, call, result]))

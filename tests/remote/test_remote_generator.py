@@ -25,7 +25,7 @@ from ascendchat.engine.request import Completion, Generator, Piece, Request, Sam
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
-from ascendchat.remote.client import Remote
+from ascendchat.remote.client import RemoteGenerator
 from ascendchat.serve.terminal import Chat
 from ascendchat.tasks import named
 
@@ -62,9 +62,9 @@ def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def remote(random_server: str) -> Iterator[Remote]:
+def remote(random_server: str) -> Iterator[RemoteGenerator]:
     """A connection to it."""
-    with Remote.open(random_server, api_key=KEY, tokenizer=TEXT) as opened:
+    with RemoteGenerator.open(random_server, api_key=KEY, tokenizer=TEXT) as opened:
         yield opened
 
 
@@ -118,7 +118,7 @@ ASKED = [
 ]
 
 
-def test_everything_that_can_be_asked_is_answered_with_the_same_tokens(remote: Remote) -> None:
+def test_everything_that_can_be_asked_is_answered_with_the_same_tokens(remote: RemoteGenerator) -> None:
     requests = [Request(prompt, sampling) for prompt in prompts(2) for sampling in ASKED]
     here, there = local(make.model(3)).generate(requests), remote.generate(requests)
     assert bare(there) == alike(here)
@@ -127,7 +127,7 @@ def test_everything_that_can_be_asked_is_answered_with_the_same_tokens(remote: R
     assert max(len(request.prompt) + len(one.ids) for request, one in zip(requests, here)) == CONTEXT
 
 
-def test_streams_bring_the_same(remote: Remote) -> None:
+def test_streams_bring_the_same(remote: RemoteGenerator) -> None:
     engine = local(make.model(3))
     for request in [Request(prompts(1)[0], ASKED[i]) for i in (0, 3, 7)]:
         streams = [generator.stream(request) for generator in (engine, remote)]
@@ -140,7 +140,7 @@ def test_calculations_are_the_same_tokens_and_known_as_such(scripted_server: str
     engine = local(make.scripted(make.calculator_script()[0]))
     requests = [Request([0, START], Sampling(temperature=0.0, logprobs=True, tools=tools)) for tools in (True, False)]
     requests.append(Request([0, START], Sampling(temperature=0.0, max_tokens=9)))  # ends within the result
-    with Remote.open(scripted_server, api_key=KEY, tokenizer=TEXT) as remote:
+    with RemoteGenerator.open(scripted_server, api_key=KEY, tokenizer=TEXT) as remote:
         here, there = engine.generate(requests), remote.generate(requests)
         assert bare(there) == alike(here)
         assert (sum(here[0].forced), here[0].text) == (4, "你好!")
@@ -166,7 +166,7 @@ class Recorder:
         return found
 
 
-def test_eval_chat_gives_the_same_tokens_over_http(remote: Remote) -> None:
+def test_eval_chat_gives_the_same_tokens_over_http(remote: RemoteGenerator) -> None:
     found = []
     for generator in (local(make.model(3)), remote):
         recorder = Recorder(generator)
@@ -179,7 +179,7 @@ def test_eval_chat_gives_the_same_tokens_over_http(remote: Remote) -> None:
 
 def test_chat_shows_and_remembers_the_same_over_http(scripted_server: str) -> None:
     seen = []
-    with Remote.open(scripted_server, api_key=KEY, tokenizer=TEXT) as remote:
+    with RemoteGenerator.open(scripted_server, api_key=KEY, tokenizer=TEXT) as remote:
         for generator in (local(make.scripted(make.calculator_script()[0])), remote):
             out = io.StringIO()
             talk = Chat(generator, TEXT, ChatConfig(temperature=0.9, seed=7, max_tokens=20), True, out, colour=True)
@@ -189,7 +189,7 @@ def test_chat_shows_and_remembers_the_same_over_http(scripted_server: str) -> No
     assert seen[0][0].endswith("你好!\n")
 
 
-def test_a_request_that_cannot_be_answered_is_a_value_error(remote: Remote) -> None:
+def test_a_request_that_cannot_be_answered_is_a_value_error(remote: RemoteGenerator) -> None:
     good = Request(prompts(1)[0], Sampling(max_tokens=5))
     for bad in (Request([10_000]), Request([0], Sampling(allowed_tokens=(5, 100_000)))):
         with pytest.raises(ValueError, match="token ids end at"):
@@ -211,7 +211,7 @@ class Interrupted(io.StringIO):
 def test_ctrl_c_and_close_end_an_answer_and_free_its_slot(tmp_path: Path) -> None:
     with (
         served(tmp_path, endless(LONG), "--slots", "1") as url,
-        Remote.open(url, api_key=KEY, tokenizer=TEXT) as remote,
+        RemoteGenerator.open(url, api_key=KEY, tokenizer=TEXT) as remote,
     ):
         assert remote.context == LONG
         out = Interrupted()
@@ -232,7 +232,7 @@ def test_ctrl_c_and_close_end_an_answer_and_free_its_slot(tmp_path: Path) -> Non
 
 
 def test_interrupted_answers_go_on_with_new_weights_and_every_token_names_its_own(
-    remote: Remote, random_server: str
+    remote: RemoteGenerator, random_server: str
 ) -> None:
     """Without a pause that lasts: the server goes on by itself, and its checksum is that of what was sent."""
     sampling = Sampling(max_tokens=90, seed=3, stop_tokens=(), logprobs=True)
@@ -260,7 +260,7 @@ def test_interrupted_answers_go_on_with_new_weights_and_every_token_names_its_ow
         with pytest.raises(ValueError, match="smear is missing"):
             remote.load(weights, 13)
         assert remote.version == 12
-        with Remote.open(random_server, api_key=KEY, tokenizer=TEXT) as later:
+        with RemoteGenerator.open(random_server, api_key=KEY, tokenizer=TEXT) as later:
             assert later.version == 12
     finally:
         remote.load(old.state_dict(), 0)

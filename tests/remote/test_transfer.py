@@ -12,16 +12,16 @@ import pytest
 import torch
 from warm_process import Popen
 
-from ascendchat.remote.weights import Group, address_towards, described, listen, meet
+from ascendchat.remote.weights import TransferGroup, address_towards, described, listen, meet
 
 ROOT = Path(__file__).resolve().parents[2]
 
 RECEIVER = """
 import json, sys, torch
-from ascendchat.remote.weights import Group, meet
+from ascendchat.remote.weights import TransferGroup, meet
 told = json.loads(sys.argv[1])
 store, place = meet("127.0.0.1", told["port"], 60), {"own": "127.0.0.1", "name": "g"}
-group = Group("gloo", store, **place, rank=told["rank"], size=told["size"], timeout=told["timeout"])
+group = TransferGroup("gloo", store, **place, rank=told["rank"], size=told["size"], timeout=told["timeout"])
 for facts in iter(sys.stdin.readline, ""):
     found = group.receive(json.loads(facts), torch.device("cpu"))
     print(json.dumps({name: tensor.float().sum().item() for name, tensor in found.items()}), flush=True)
@@ -45,7 +45,7 @@ def test_all_ranks_receive_what_was_sent_again_and_again_and_a_dead_one_is_an_er
     store = listen(60.0)
     assert address_towards("127.0.0.1", store.port) == "127.0.0.1"
     others = [receiver(store.port, rank, 3) for rank in (1, 2)]
-    group = Group("gloo", store, own="127.0.0.1", name="g", rank=0, size=3, timeout=60.0)
+    group = TransferGroup("gloo", store, own="127.0.0.1", name="g", rank=0, size=3, timeout=60.0)
     for seed in (1, 2):
         sent = weights(seed)
         facts = json.dumps(described(sent))
@@ -71,7 +71,7 @@ def test_all_ranks_receive_what_was_sent_again_and_again_and_a_dead_one_is_an_er
 def test_who_waits_for_a_rank_that_never_comes_gives_up() -> None:
     store = listen(0.5)
     with pytest.raises(RuntimeError):
-        Group("gloo", store, own="127.0.0.1", name="g", rank=0, size=2, timeout=0.5).send(weights(1))
+        TransferGroup("gloo", store, own="127.0.0.1", name="g", rank=0, size=2, timeout=0.5).send(weights(1))
 
 
 def test_changed_bytes_are_noticed() -> None:
@@ -80,7 +80,7 @@ def test_changed_bytes_are_noticed() -> None:
 
     def receive() -> None:
         there = meet("127.0.0.1", store.port, 60.0)  # one client of the store for each rank
-        other = Group("gloo", there, own="127.0.0.1", name="g", rank=1, size=2, timeout=60.0)
+        other = TransferGroup("gloo", there, own="127.0.0.1", name="g", rank=1, size=2, timeout=60.0)
         try:
             other.receive(facts, torch.device("cpu"))
         except RuntimeError as error:
@@ -88,6 +88,6 @@ def test_changed_bytes_are_noticed() -> None:
 
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
-    Group("gloo", store, own="127.0.0.1", name="g", rank=0, size=2, timeout=60.0).send(sent)
+    TransferGroup("gloo", store, own="127.0.0.1", name="g", rank=0, size=2, timeout=60.0).send(sent)
     thread.join(60)
     assert errors == ["the weights that arrived are not those that were sent: their checksums differ"]

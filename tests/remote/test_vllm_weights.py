@@ -15,7 +15,7 @@ from ascendchat.engine.request import Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.nn.gpt import GPT
 from ascendchat.remote.client import WeightsLost
-from ascendchat.remote.fleet import Fleet
+from ascendchat.remote.fleet import ReplicaPool
 from ascendchat.remote.vllm import VllmServer
 from ascendchat.remote.weights import compare, probe_tokens
 
@@ -187,7 +187,7 @@ def test_a_server_comes_back_after_the_weights_of_the_trainer_have_moved_on() ->
                 server.revive()
 
         settings: dict[str, Any] = {"tokenizer": TEXT, "patience": 60.0, "say": say}
-        with Fleet.open([server.url], scorer=scorer_of(model), **settings) as fleet:
+        with ReplicaPool.open([server.url], scorer=scorer_of(model), **settings) as fleet:
             fleet.load(dict(model.state_dict()), 1)
             server.die()
             with torch.no_grad():

@@ -34,7 +34,7 @@ from ascendchat.engine.engine import Engine, RequestState
 from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.nn.attention import Reference, Sdpa
 from ascendchat.nn.gpt import GPT
-from ascendchat.remote.client import Remote
+from ascendchat.remote.client import RemoteGenerator
 from ascendchat.remote.vllm_worker import WeightReceiver
 
 NAME = "standin"
@@ -367,8 +367,8 @@ def scorer_of(model: GPT) -> Callable[[list[int]], list[float]]:
     return score
 
 
-def opened(server: StandIn, **settings: Any) -> Remote:
-    return Remote.open(server.url, **{"tokenizer": TEXT, "patience": 30.0, "timeout": 60.0, **settings})
+def opened(server: StandIn, **settings: Any) -> RemoteGenerator:
+    return RemoteGenerator.open(server.url, **{"tokenizer": TEXT, "patience": 30.0, "timeout": 60.0, **settings})
 
 
 def local(model: GPT, request: Request) -> Completion:
@@ -376,7 +376,7 @@ def local(model: GPT, request: Request) -> Completion:
     return make.engine(model, pick("cpu", compiled=False), Sdpa(), context=64).generate([request])[0]
 
 
-def ask(remote: Remote, *requests: Request) -> tuple[threading.Thread, list[Any]]:
+def ask(remote: RemoteGenerator, *requests: Request) -> tuple[threading.Thread, list[Any]]:
     """Ask in a thread; what comes is put into the list."""
     found: list[Any] = []
 

@@ -15,10 +15,10 @@ import yaml
 
 from ascendchat.cli import main
 from ascendchat.errors import UserError
-from ascendchat.report.command import Watched, server
-from ascendchat.report.content import Plot, Section, Table, content, half_band, spread
-from ascendchat.report.gather import gather, newest_run, same_but_seed, same_settings
-from ascendchat.report.plots import Curve, Panel, draw, smoothed, thinned
+from ascendchat.report.command import LiveReport, server
+from ascendchat.report.content import Plot, ReportTable, Section, content, half_band, spread
+from ascendchat.report.gather import gather, group_seeds, newest_run, same_settings
+from ascendchat.report.plots import Panel, PlotCurve, downsampled, draw, moving_average
 from ascendchat.runs.results import NewResults
 
 
@@ -106,9 +106,9 @@ def test_each_kind_of_evaluation_is_a_table_with_the_stages_that_have_it(place: 
     examined(place / "demo" / "sft", "chat", {"arc_easy": {"accuracy": 0.3, "centred": 0.1}})
     (section,) = (section for section in content([gather("demo")]) if section.title == "Evaluations")
     assert section.parts == [
-        Table(["text", "BASE"], [["wiki", "1.0735"]], "demo, bits per byte"),
-        Table(["task", "BASE"], [["arc_easy", "40.0 %"], ["CORE", "0.2000"]], "demo, CORE tasks"),
-        Table(
+        ReportTable(["text", "BASE"], [["wiki", "1.0735"]], "demo, bits per byte"),
+        ReportTable(["task", "BASE"], [["arc_easy", "40.0 %"], ["CORE", "0.2000"]], "demo, CORE tasks"),
+        ReportTable(
             ["task", "MID", "SFT"],
             [
                 ["toy_fact_en", "25.0 %", "50.0 %"],
@@ -169,7 +169,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_curve_with_a_band(place: P
     write(place / "other" / "base", training(20), seed=0)
     (place / "other" / "base" / "config.yaml").write_text(yaml.safe_dump({"depth": 6, "seed": 0}))
     runs = [gather(name) for name in ("s0", "other", "s1", "s2")]
-    groups = [[run.name for run in group] for group in same_but_seed(runs)]
+    groups = [[run.name for run in group] for group in group_seeds(runs)]
     assert groups == [["s0", "s1", "s2"], ["other"]]
     sections = content(runs)
     (plot,) = (part for section in sections for part in section.parts if isinstance(part, Plot))
@@ -188,7 +188,7 @@ def test_fine_tunings_of_two_models_are_not_seeds_of_one(place: Path) -> None:
         settings = {"start": start, "seed": int(name[-1] == "1"), "output_dir": f"/out/{name}"}
         (place / name / "hf" / "config.yaml").write_text(yaml.safe_dump(settings))
     runs = [gather(name) for name in ("a-0", "b-0", "a-1")]
-    assert [[run.name for run in group] for group in same_but_seed(runs)] == [["a-0", "a-1"], ["b-0"]]
+    assert [[run.name for run in group] for group in group_seeds(runs)] == [["a-0", "a-1"], ["b-0"]]
     assert "start" not in same_settings(gather("c").stages[0]), "a run has a seed of its own"
 
 
@@ -208,7 +208,7 @@ def test_what_is_not_a_number_breaks_nothing(place: Path) -> None:
     assert len(stage.series("loss")[0]) == 5
     assert stage.metrics == ["step", "time", "loss", "lr_scale", "tokens_per_second", "bpb"]
     table = content([gather("demo")])[0].parts[0]
-    assert isinstance(table, Table)
+    assert isinstance(table, ReportTable)
 
 
 def gone() -> list[Section]:
@@ -217,7 +217,7 @@ def gone() -> list[Section]:
 
 def test_a_watched_page_gets_what_is_new_and_nothing_else(place: Path) -> None:
     write(place / "demo" / "base", training(10))
-    watched = Watched("demo", lambda: content([gather("demo")]))
+    watched = LiveReport("demo", lambda: content([gather("demo")]))
     with server(watched, "127.0.0.1", 0) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{listening.server_address[1]}"
@@ -255,18 +255,18 @@ def test_errors_are_sentences(place: Path, capsys: pytest.CaptureFixture[str], t
     assert ".html or .md" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["report", "--out", str(tmp_path / "file" / "x.html")]) == 2
-    with server(Watched("demo", lambda: []), "127.0.0.1", 0) as taken, pytest.raises(UserError, match="--port"):
-        server(Watched("demo", lambda: []), "127.0.0.1", taken.server_address[1])
+    with server(LiveReport("demo", lambda: []), "127.0.0.1", 0) as taken, pytest.raises(UserError, match="--port"):
+        server(LiveReport("demo", lambda: []), "127.0.0.1", taken.server_address[1])
 
 
 def test_long_curves_are_thinned_and_smoothed_without_a_shift() -> None:
     steps = list(range(1, 100_001))
-    x, y = thinned(steps, [2.0 * step for step in steps])
+    x, y = downsampled(steps, [2.0 * step for step in steps])
     assert len(x) <= 600
     np.testing.assert_allclose(y, 2 * x)
-    np.testing.assert_allclose(smoothed(np.full(50, 3.0)), 3.0)
-    line = smoothed(np.arange(100.0))
+    np.testing.assert_allclose(moving_average(np.full(50, 3.0)), 3.0)
+    line = moving_average(np.arange(100.0))
     np.testing.assert_allclose(line[5:-5], np.arange(100.0)[5:-5])
-    drawn = draw([Panel("奖励", [Curve("甲", [1, 2], [3, 4])])])
+    drawn = draw([Panel("奖励", [PlotCurve("甲", [1, 2], [3, 4])])])
     assert "奖励" in drawn
-    assert draw([Panel("奖励", [Curve("甲", [1, 2], [3, 4])])]) == drawn  # the same every time
+    assert draw([Panel("奖励", [PlotCurve("甲", [1, 2], [3, 4])])]) == drawn  # the same every time

@@ -144,8 +144,8 @@ def test_a_full_disk_costs_transcripts_and_is_said_once(tmp_path: Path, capsys: 
     (tmp_path / "transcripts").touch()
     stage = SimpleNamespace(folder=tmp_path, _complained=False)
     for step in (1, 2):
-        RlStage._keep(stage, step, [])  # type: ignore[arg-type]
+        RlStage._write_transcript(stage, step, [])  # type: ignore[arg-type]
     assert capsys.readouterr().out.count("transcripts cannot be written (File exists)") == 1
     (tmp_path / "transcripts").unlink()
-    RlStage._keep(stage, 3, [])  # type: ignore[arg-type]
+    RlStage._write_transcript(stage, 3, [])  # type: ignore[arg-type]
     assert (tmp_path / "transcripts" / "step_000003-0.jsonl").is_file()

@@ -21,20 +21,20 @@ from ascendchat.nn.logprobs import Drawn
 from ascendchat.rl.command import engine_of, readout_of
 from ascendchat.rl.grpo import PRESETS, Method
 from ascendchat.rl.invariant import batch_invariant
-from ascendchat.rl.rollout import Group, Question, TokenRows, pack
+from ascendchat.rl.rollout import AnswerGroup, TaskQuestion, TokenRows, pack
 from ascendchat.rl.stage import PolicyBatch, PolicyLoss, method_of
 from ascendchat.tasks.base import Task
-from ascendchat.train.model import Learner
+from ascendchat.train.model import TrainModel
 
 CPU = pick("cpu")
 NO_TASK: Task = None  # type: ignore[assignment]
 
 
-def learner_of(seed: int, exact: bool, **sizes: Any) -> Learner:
+def learner_of(seed: int, exact: bool, **sizes: Any) -> TrainModel:
     """A random model, in rows of 128 tokens."""
     made = model(seed, **{"seq_len": 128, **sizes})
     kernel, _ = choose("cpu", torch.float32, made.shape.head_dim)
-    learner = Learner(made, kernel, CPU, torch.device("cpu"), by_document=True)
+    learner = TrainModel(made, kernel, CPU, torch.device("cpu"), by_document=True)
     return batch_invariant(learner) if exact else learner
 
 
@@ -53,7 +53,7 @@ def answered(policy: PolicyLoss, seed: int, count: int = 12, slots: int = 5, pro
     ]
     for request, answer in zip(requests, engine.generate(requests)):
         answer.forced = [chance.random() < 0.1 for _ in answer.ids]
-        group = Group(Question(0, NO_TASK, 0, request.prompt), [answer], [0.0])
+        group = AnswerGroup(TaskQuestion(0, NO_TASK, 0, request.prompt), [answer], [0.0])
         group.advantages = [chance.uniform(-1, 1)]
         groups.append(group)
     return pack(groups, lambda answer: 1.0 / count, learner.model.shape.seq_len, 0)
@@ -64,7 +64,7 @@ def uploaded(rows: TokenRows) -> PolicyBatch:
     return PolicyBatch(*numbers, rows.lengths)
 
 
-def policy_of(learner: Learner, method: Method, temperature: float = 1.0, top_k: int = 0, **more: Any) -> PolicyLoss:
+def policy_of(learner: TrainModel, method: Method, temperature: float = 1.0, top_k: int = 0, **more: Any) -> PolicyLoss:
     drawn = Drawn(learner.model.shape.vocab, temperature, top_k, readout=readout_of(learner))
     return PolicyLoss(learner, method, drawn, **more)
 

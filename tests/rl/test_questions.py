@@ -1,4 +1,4 @@
-"""Questions of one's own for RL: every form that a row may have, and what is wrong with the others."""
+"""QuestionMixture of one's own for RL: every form that a row may have, and what is wrong with the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ascendchat.engine.request import Completion
 from ascendchat.errors import UserError
 from ascendchat.rl.questions import QuestionFile, load_questions
 from ascendchat.rl.rewards import row_of
-from ascendchat.rl.rollout import Group, Questions, pass_sums, task_sums, term_sums
+from ascendchat.rl.rollout import AnswerGroup, QuestionMixture, pass_sums, task_sums, term_sums
 from ascendchat.tasks.humaneval import ASK
 from ascendchat.tasks.named import pass_at_k
 
@@ -170,7 +170,7 @@ def test_a_run_asks_files_multiple_choice_and_programs(tmp_path: Path) -> None:
     }
     write(tmp_path, [{**code, "test": "def check(f):\n    assert f() == 1"}], "HumanEval.jsonl")
     mine = write(tmp_path, [{"question": "6*7?", "answer": "42"}] * 3)
-    questions = Questions(("mmlu=1", "humaneval=1", f"{mine}=2"), tokenizer(), 0, 4096, str(tmp_path))
+    questions = QuestionMixture(("mmlu=1", "humaneval=1", f"{mine}=2"), tokenizer(), 0, 4096, str(tmp_path))
     asked = [questions.ask(number) for number in range(8)]
     assert sorted(question.task.name for question in asked) == ["humaneval"] * 2 + ["mine"] * 4 + ["mmlu"] * 2
     right = {"mmlu": "C", "humaneval": "def f():\n    return 1", "mine": "It is 42."}
@@ -183,15 +183,15 @@ def test_a_run_asks_files_multiple_choice_and_programs(tmp_path: Path) -> None:
 
 def test_questions_that_are_too_long_are_counted(tmp_path: Path) -> None:
     rows = [{"question": "6*7? " * words, "answer": "42"} for words in (1, 100, 1)]
-    questions = Questions((write(tmp_path, rows),), tokenizer(), 0, 64)
+    questions = QuestionMixture((write(tmp_path, rows),), tokenizer(), 0, 64)
     assert questions.cut(3) == 1
     assert max(len(questions.ask(number).prompt) for number in range(3)) == 64
 
 
 def test_pass_at_k_is_of_the_questions_that_were_drawn_first() -> None:
-    def group(right: list[bool], first: tuple[int, int] | None = None) -> Group:
+    def group(right: list[bool], first: tuple[int, int] | None = None) -> AnswerGroup:
         answers = [Completion() for _ in right]
-        return Group(None, answers, [0.0] * len(right), len(right), right=right, first=first)  # type: ignore[arg-type]
+        return AnswerGroup(None, answers, [0.0] * len(right), len(right), right=right, first=first)  # type: ignore[arg-type]
 
     groups = [group([True, False, False, False]), group([False] * 4), group([True] * 3), group([True] * 4, (4, 0))]
     sums = pass_sums(groups, 4)
@@ -204,9 +204,9 @@ def test_pass_at_k_is_of_the_questions_that_were_drawn_first() -> None:
 
 def test_rewards_are_summed_by_task(tmp_path: Path) -> None:
     data = write(tmp_path, [{"question": "1 + 1?", "answer": "2"}] * 4) + "=0.5", "toy_problems=0.5"
-    questions = Questions(data, tokenizer(), seed=0, room=200)
+    questions = QuestionMixture(data, tokenizer(), seed=0, room=200)
     asked = [questions.ask(number) for number in range(40)]
-    groups = [Group(question, [], [0.25, 1.0] if question.task.name == "mine" else [0.5]) for question in asked]
+    groups = [AnswerGroup(question, [], [0.25, 1.0] if question.task.name == "mine" else [0.5]) for question in asked]
     mine = sum(question.task.name == "mine" for question in asked)
     assert 0 < mine < 40
     names = [task.name for task in questions.tasks]

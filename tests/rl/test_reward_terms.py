@@ -11,7 +11,7 @@ import pytest
 from ascendchat.errors import UserError
 from ascendchat.rl import rewards
 from ascendchat.rl.questions import QuestionFile
-from ascendchat.rl.rewards import Asked, Judge, row_of
+from ascendchat.rl.rewards import Judge, JudgeRequest, row_of
 from ascendchat.tasks.named import load
 
 
@@ -229,7 +229,7 @@ def judged_by_math_verify(folder: Path, cases: list[tuple[str, str, float]]) -> 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     judge, task = Judge("math-verify", timeout=60.0), QuestionFile(str(path))
     with closing(judge):
-        return [judge.rewards([Asked(task, i, reply)])[0] for i, (_, reply, _) in enumerate(cases)]
+        return [judge.rewards([JudgeRequest(task, i, reply)])[0] for i, (_, reply, _) in enumerate(cases)]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ascendchat.errors import UserError
-from ascendchat.rl.rewards import Asked, Judge, Verdict, row_of
+from ascendchat.rl.rewards import Judge, Judgement, JudgeRequest, row_of
 from ascendchat.sandbox import pool
 from ascendchat.sandbox.process import checked
 from ascendchat.tasks.named import load
@@ -130,12 +130,12 @@ def opened(module: str) -> Iterator[Open]:
         one.close()
 
 
-def asked(*replies: str, row: int = 0) -> list[Asked]:
+def asked(*replies: str, row: int = 0) -> list[JudgeRequest]:
     """These answers to one question."""
-    return [Asked(SUMS, row, reply) for reply in replies]
+    return [JudgeRequest(SUMS, row, reply) for reply in replies]
 
 
-def verdicts(judge: Judge, *answers: Asked) -> list[Verdict]:
+def verdicts(judge: Judge, *answers: JudgeRequest) -> list[Judgement]:
     """With an end, whatever happens."""
     return [judge.submit(one).result(timeout=20) for one in answers]
 
@@ -152,7 +152,7 @@ def test_without_a_function_the_task_decides() -> None:
 
 
 def test_an_answer_is_right_by_the_first_term_that_is_not_about_its_form() -> None:
-    answers = [Asked(SUMS, 0, text, (), (1, 2, 3), "stop") for text in (row_of(SUMS, 0)["answer"], "no")]
+    answers = [JudgeRequest(SUMS, 0, text, (), (1, 2, 3), "stop") for text in (row_of(SUMS, 0)["answer"], "no")]
     right, wrong = verdicts(Judge(("length=-0.25", "format", "toyworld=2", "task=-1")), *answers)
     assert right.terms == {"length": 3.0, "format": 1.0, "toyworld": 1.0, "task": 1.0}
     assert wrong.terms == {"length": 3.0, "format": 1.0, "toyworld": 0.0, "task": 0.0}
@@ -264,7 +264,7 @@ def test_a_process_of_a_judge_imports_next_to_nothing() -> None:
 def test_the_processes_of_a_judge_end_with_the_trainer(module: str) -> None:
     program = f"""
 if __name__ == "__main__":
-    from ascendchat.tasks import load
+    from ascendchat.tasks.named import load
     from ascendchat.rl.rewards import Judge
 
     judge, task = Judge("{module}:wild", timeout=3600), load("toy_arithmetic_en", "train")
@@ -287,7 +287,7 @@ if __name__ == "__main__":
 )
 def test_functions_of_every_shape_get_what_they_ask_for(opened: Open, name: str, reward: float) -> None:
     judge = opened(f"fates:{name}")
-    assert judge.rewards([Asked(SUMS, 3, "x", (7, 8), (1, 2, 0), "length")]) == [reward]
+    assert judge.rewards([JudgeRequest(SUMS, 3, "x", (7, 8), (1, 2, 0), "length")]) == [reward]
 
 
 def test_terms_are_added_with_their_weights_and_any_thread_may_ask(opened: Open) -> None:
@@ -295,7 +295,9 @@ def test_terms_are_added_with_their_weights_and_any_thread_may_ask(opened: Open)
     right = str(row_of(SUMS, 0)["answer"])
     replies = [right, "no"] * 4
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda reply: judge.verdicts([Asked(SUMS, 0, reply, (), (1, 2, 3))])[0], replies))
+        found = list(
+            threads.map(lambda reply: judge.verdicts([JudgeRequest(SUMS, 0, reply, (), (1, 2, 3))])[0], replies)
+        )
     for verdict, reply in zip(found, replies):
         good = reply == right
         assert verdict.terms == {"task": good, "fates:fate": len(reply), "length": 3.0, "format": 1.0}

@@ -16,11 +16,11 @@ from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import Reference
 from ascendchat.rl.command import BUSY_TOKENS, batch_rows, engine_of, readout_of, split_of
-from ascendchat.rl.rollout import Group, Question, TokenRows, pack
+from ascendchat.rl.rollout import AnswerGroup, TaskQuestion, TokenRows, pack
 from ascendchat.sizes.memory import caches, training, usable
 from ascendchat.sizes.shape import Shape
 from ascendchat.tasks.named import load
-from ascendchat.train.model import Learner
+from ascendchat.train.model import TrainModel
 
 T, PAD = 16, 0
 
@@ -29,7 +29,7 @@ def packed(answers: int) -> TokenRows:
     """One answer of 5 tokens to a prompt of 8 in each row."""
     task = load("toy_arithmetic_en", "train")
     answer = Completion([7] * 5, logprobs=[-1.0] * 5, forced=[False] * 5)
-    groups = [Group(Question(i, task, i, [3] * 8), [answer], [1.0], 1, [1.0]) for i in range(answers)]
+    groups = [AnswerGroup(TaskQuestion(i, task, i, [3] * 8), [answer], [1.0], 1, [1.0]) for i in range(answers)]
     return pack(groups, lambda answer: 0.1, T, PAD)
 
 
@@ -47,7 +47,7 @@ def test_all_prompts_are_read_before_the_first_step() -> None:
     """On a CPU an engine reads 512 tokens of prompts between two steps: with 12 of 60 tokens, rows enter one pass after
     the other, and every step is paid for rows that have not begun or are over."""
     device = pick("cpu")
-    learner = Learner(model(seq_len=128), Reference(), device, device.bind(0))
+    learner = TrainModel(model(seq_len=128), Reference(), device, device.bind(0))
     engine, steps = engine_of(learner, tokenizer(), 12, readout_of(learner)), 0
     usual = engine.decoder.step
 

@@ -22,7 +22,7 @@ from ascendchat.nn import IGNORE
 from ascendchat.rl.episode import TRY_AGAIN
 from ascendchat.rl.questions import QuestionFile
 from ascendchat.rl.rewards import Judge
-from ascendchat.rl.rollout import Group, Question, answer_seed, pack
+from ascendchat.rl.rollout import AnswerGroup, TaskQuestion, answer_seed, pack
 from ascendchat.rl.workflow import Workflows
 
 CONTEXT = 96
@@ -112,10 +112,10 @@ class Setting:
         self.said: list[str] = []
         self.open: list[Workflows] = []
 
-    def questions(self, numbers: list[int] | None = None) -> list[Question]:
+    def questions(self, numbers: list[int] | None = None) -> list[TaskQuestion]:
         rows = range(len(self.task)) if numbers is None else numbers
         prompts = {i: render_prompt(tokenizer(), self.task.prompt(i), CONTEXT // 2) for i in rows}
-        return [Question(100 + i, self.task, i, prompts[i]) for i in rows]
+        return [TaskQuestion(100 + i, self.task, i, prompts[i]) for i in rows]
 
     def workflows(self, name: str, temperature: float = 1.0, **more: Any) -> Workflows:
         sampling = Sampling(12, temperature, logprobs=True, keep_stop=True)
@@ -294,4 +294,4 @@ def test_a_workflow_that_never_works_is_one_sentence(flows: str, setting: Settin
 
 
 def test_a_group_without_answers_has_no_difference() -> None:
-    assert not Group(None, [], []).differ  # type: ignore[arg-type]
+    assert not AnswerGroup(None, [], []).differ  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from ascendchat import sandbox
+from ascendchat.sandbox import program as sandbox
 from ascendchat.sandbox import seccomp
 
 PROGRAMS = Path(__file__).parent / "hostile"

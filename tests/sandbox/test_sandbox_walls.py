@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from tiktoken import _tiktoken
 
-from ascendchat import sandbox
 from ascendchat.sandbox import inside, seccomp
+from ascendchat.sandbox import program as sandbox
 
 LAYERS = sandbox.capabilities()["layers"] if sys.platform == "linux" else []
 needs_seccomp = pytest.mark.skipif("seccomp" not in LAYERS, reason="this machine has no seccomp")

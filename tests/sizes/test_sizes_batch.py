@@ -17,7 +17,7 @@ from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.config.train import BaseConfig, ChatTrainConfig, MidConfig, TrainConfig
 from ascendchat.device import pick
 from ascendchat.errors import UserError
-from ascendchat.nn.updates import orthogonalise
+from ascendchat.nn.optim import orthogonalise
 from ascendchat.plan.goals import train_plan
 from ascendchat.sizes.batch import (
     MIN_STEPS,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ascendchat import cli
 from ascendchat.chips import GIB, Chip, find
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan.goals import train_parts, train_plan
+from ascendchat.plan.goals import train_parts
 from ascendchat.sizes.memory import (
     HEAD_CHUNK_BYTES,
     LITTLE,
@@ -28,7 +28,6 @@ from ascendchat.sizes.memory import (
     exchanged_elements,
     kv_bytes,
     logits_of_chunk,
-    mean_on_device,
     most_sequences,
     policy_logits,
     stacks,
@@ -95,7 +94,6 @@ def test_every_part_of_a_small_model_on_one_h200() -> None:
         "masters": 4 * 332_240,
         "gradients": 4 * 332_240,
         "optimizer": 4 * matrices + 8 * rest,  # momentum and a moment per row; two moments
-        "mean_of_weights": 0,
         "activations": 1024 * 7856,  # tokens; bytes of each: see below
         "logits": 1024 * 1024 * 4,  # and their gradient
         "workspace": 0,
@@ -253,22 +251,6 @@ def test_bench_train_compares_what_it_measured_with_the_plan_for_its_own_flags(
     saving, keeping = (allocated(training(model, CPU, 1, 8, saves)) / GIB for saves in (True, False))
     assert planned == pytest.approx(saving, abs=0.0005)
     assert keeping - saving > 0.001
-
-
-def test_the_mean_of_the_last_weights_lies_on_the_device_only_if_there_is_room() -> None:
-    shape, chip = Shape.from_depth(12), find("NVIDIA H200")
-    needed = sum(training(shape, chip, 1, 16).values())
-    held = needed + 4 * shape.total_parameters
-    near = range(int(held / 0.95) - 2, int(held / 0.95) + 3)
-    room = next(memory for memory in near if usable(replace(chip, memory=memory)) == held)
-    for memory, size in ((room, held - needed), (room - 2, 0)):
-        assert mean_on_device(shape, replace(chip, memory=memory), 1, 16, False) == size
-    deep = Shape.from_depth(20)
-    parts = training(deep, chip, 1024, 4)
-    assert mean_on_device(deep, chip, 1024, 4, False) == parts["masters"] > 4 * deep.total_parameters / 1024, "a team"
-    plan = train_plan(PlanConfig(depth=12, device_batch_size=16), chip)["memory"]
-    assert plan["parts"]["mean_of_weights"] == held - needed
-    assert plan["total"] == held
 
 
 def test_rl_counts_the_logits_that_its_head_holds() -> None:

@@ -17,11 +17,11 @@ from ascendchat.chips import find
 from ascendchat.config.commands import SpeedrunConfig
 from ascendchat.errors import UserError
 from ascendchat.speedrun import command as speedrun
-from ascendchat.speedrun import ledger
-from ascendchat.speedrun.forecast import forecasts
-from ascendchat.speedrun.ledger import alone
+from ascendchat.speedrun import stage_cache
+from ascendchat.speedrun.estimate import estimates
+from ascendchat.speedrun.progress_view import ProgressView
 from ascendchat.speedrun.recipe import COMMANDS
-from ascendchat.speedrun.screen import Screen
+from ascendchat.speedrun.stage_cache import lock_run
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_one_value_stands_for_a_list_of_one_and_large_numbers_may_be_short(calls
     recipe = speedrun.read_recipe(own(tmp_path, text))
     assert recipe.stages[0][1]["source"] == ["/data/text"]
     assert recipe.tokens() == 10**9
-    assert [forecast.seconds is not None for forecast in forecasts(recipe, find("H100"), "")] == [False, True, True]
+    assert [forecast.seconds is not None for forecast in estimates(recipe, find("H100"), "")] == [False, True, True]
 
 
 def test_files_of_sets_that_are_missing_are_named_before_the_first_stage(calls: Calls, tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_files_of_sets_that_are_missing_are_named_before_the_first_stage(calls: 
 
 
 def test_two_at_once_on_one_run_are_refused(recipe: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "LEAVING", 0.0)
-    with alone("r"), pytest.raises(UserError, match=r"works on the run r; .*--run NAME"):
+    monkeypatch.setattr(stage_cache, "LOCK_PATIENCE", 0.0)
+    with lock_run("r"), pytest.raises(UserError, match=r"works on the run r; .*--run NAME"):
         speedrun.run(SpeedrunConfig(recipe))
     assert calls.words == []
     assert speedrun.run(SpeedrunConfig(recipe)) == 0
@@ -92,7 +92,7 @@ def test_two_at_once_on_one_run_are_refused(recipe: str, calls: Calls, monkeypat
 
 def test_a_stage_that_is_left_behind_keeps_the_run_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """`kill -9` ends `ascendchat speedrun` and not the stage that trains."""
-    monkeypatch.setattr(ledger, "LEAVING", 0.0)
+    monkeypatch.setattr(stage_cache, "LOCK_PATIENCE", 0.0)
     start = subprocess.Popen
     started: list[subprocess.Popen[str]] = []
 
@@ -100,15 +100,15 @@ def test_a_stage_that_is_left_behind_keeps_the_run_to_itself(monkeypatch: pytest
         started.append(start([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, **more))
         return SimpleNamespace(wait=lambda: 0, terminate=lambda: None)
 
-    with alone("r"), monkeypatch.context() as patched:
+    with lock_run("r"), monkeypatch.context() as patched:
         patched.setattr(speedrun.subprocess, "Popen", left_behind)
         speedrun.run_command(["base"])
     try:
-        with pytest.raises(UserError, match="or a stage that it started"), alone("r"):
+        with pytest.raises(UserError, match="or a stage that it started"), lock_run("r"):
             pass
     finally:
         started[0].communicate("\n")
-    with alone("r"):
+    with lock_run("r"):
         pass
 
 
@@ -134,7 +134,7 @@ def test_the_lines_of_a_stage_are_read_as_it_writes_them(tmp_path: Path, monkeyp
     """A Chinese console may have another encoding than UTF-8."""
     monkeypatch.setenv("PYTHONIOENCODING", "gbk")
     monkeypatch.setenv("LC_ALL", "zh_CN.GBK")
-    screen = Screen("r", ["help"], tmp_path / "log", [None])
+    screen = ProgressView("r", ["help"], tmp_path / "log", [None])
     screen.live = True
     assert speedrun.run_command(["help", "setup"], screen) == 0
     assert "用法" in "\n".join(screen.tail)

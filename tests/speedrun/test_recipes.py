@@ -33,9 +33,9 @@ from ascendchat.eval.core import load_bundle
 from ascendchat.plan.goals import train_plan
 from ascendchat.runs.run import run_folder
 from ascendchat.speedrun import command as speedrun
-from ascendchat.speedrun.forecast import forecasts
-from ascendchat.speedrun.recipe import Recipe, place, recipe_files
-from ascendchat.speedrun.screen import Screen, seconds_left
+from ascendchat.speedrun.estimate import estimates
+from ascendchat.speedrun.progress_view import ProgressView, seconds_left
+from ascendchat.speedrun.recipe import Recipe, expand_folders, recipe_files
 from ascendchat.tasks.named import load
 
 WANTED = """tiny-cpu d12-910b-8 d20-910b-8 d26-910b-8 d12-910b-4 d20-h100-8 d12-h200-1 zh-d12-h200-1 zh-d20-910b-8
@@ -78,7 +78,7 @@ def test_every_recipe_is_planned_without_its_hardware(tmp_path: Path, capsys: py
         assert re.findall(r"^ *\d+ (\S.*?) {2,}", shown, flags=re.M) == stages
         chip = find(recipe.chip or "H100")
         assert not recipe.chip or f" x {chip.name}, " in shown
-        for command, forecast in zip(stages, forecasts(recipe, chip, sets)):
+        for command, forecast in zip(stages, estimates(recipe, chip, sets)):
             if command in ("base", "finetune", "serve") or (command == "rl" and name != "rl-npu"):
                 assert 0 < (forecast.memory or 0) < chip.memory, (name, command)
                 assert forecast.seconds or command == "serve", (name, command)
@@ -96,15 +96,19 @@ def test_the_data_of_every_recipe_is_read(tmp_path: Path) -> None:
         fetch(name, source=sets)
     read, asked, texts = set[tuple[str, str]](), set[tuple[str, str]](), set[str]()
     for command, settings in stages:
-        source = place(settings.get("source") or "", sets) if command not in ("data prepare", "tokenizer train") else ""
+        source = (
+            expand_folders(settings.get("source") or "", sets)
+            if command not in ("data prepare", "tokenizer train")
+            else ""
+        )
         entries = settings.get("data") or PUBLISHED.get(command) or (["gsm8k"] if command == "rl" else [])
-        names = [place(parse_entry(entry).name, sets) for entry in entries if "$HOME" not in entry]
+        names = [expand_folders(parse_entry(entry).name, sets) for entry in entries if "$HOME" not in entry]
         if command in ("mid", "sft", "finetune"):
             read |= {(name, source) for name in names if name != "toyworld"}
         elif command in ("rl", "eval chat"):
             asked |= {(name, source) for name in (names if command == "rl" else chosen_tasks(settings["tasks"]))}
         elif command in ("data prepare", "tokenizer train"):
-            texts |= {place(text, sets) for text in settings.get("source", []) if text != "toyworld"}
+            texts |= {expand_folders(text, sets) for text in settings.get("source", []) if text != "toyworld"}
     for name, source in sorted(read):
         assert any(map(has_reply, load(name, "train", source))), name
     for name, source in sorted(asked):
@@ -117,7 +121,7 @@ def test_the_data_of_every_recipe_is_read(tmp_path: Path) -> None:
 def test_a_plan_agrees_with_the_planner() -> None:
     recipe = speedrun.read_recipe(recipe_files()["d20-910b-8"])
     chip = find("Ascend910B3")
-    base = dict(zip([command for command, _ in recipe.stages], forecasts(recipe, chip, "")))["base"]
+    base = dict(zip([command for command, _ in recipe.stages], estimates(recipe, chip, "")))["base"]
     plan = train_plan(PlanConfig(depth=20, devices=8), chip)
     assert base.seconds == pytest.approx(plan["time"]["hours"] * 3600)
     assert base.memory == plan["memory"]["total"]
@@ -126,10 +130,10 @@ def test_a_plan_agrees_with_the_planner() -> None:
 def test_a_model_whose_depth_is_not_chosen_yet_is_not_said_to_be_too_large() -> None:
     """The usual depth of `base` needs 20 GiB; with `minutes` alone it takes one that fits."""
     recipe = Recipe("", (("base", {"minutes": 5}), ("sft", {"data": ["toyworld"]}), ("serve", {})))
-    base, *_ = forecasts(recipe, find("T4"), "")
+    base, *_ = estimates(recipe, find("T4"), "")
     assert (base.seconds, base.memory, base.disk) == (300, None, None)
     named = Recipe("", (("base", {"minutes": 5, "depth": 4}),))
-    assert forecasts(named, find("T4"), "")[0].memory
+    assert estimates(named, find("T4"), "")[0].memory
 
 
 def test_as_much_text_is_fetched_as_the_depth_needs() -> None:
@@ -358,7 +362,7 @@ def test_a_folder_of_sets_that_is_needed_is_asked_for(calls: Calls, monkeypatch:
 def test_the_time_that_is_left_is_read_from_the_lines_of_a_stage(tmp_path: Path) -> None:
     assert seconds_left("base step 3/9 | loss 2.0 | ETA 1d 2:03:04") == ((24 + 2) * 60 + 3) * 60 + 4
     assert seconds_left("loss 2.0") is None
-    screen = Screen("r", ["base", "sft", "rl"], tmp_path / "log", [50.0, 100.0, None])
+    screen = ProgressView("r", ["base", "sft", "rl"], tmp_path / "log", [50.0, 100.0, None])
     screen.begin(0, "ascendchat base")
     screen.take("[rank 0] base step 120/391 | loss 2.5000 | 9,000 tok/s | ETA 0:00:30\n")
     assert screen.numbers == "step 120/391 | loss 2.5000 | 9,000 tok/s | ETA 0:00:30"

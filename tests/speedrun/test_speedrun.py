@@ -22,8 +22,8 @@ from ascendchat.processes import is_free
 from ascendchat.runs.results import NewResults
 from ascendchat.runs.run import run_folder
 from ascendchat.speedrun import command
-from ascendchat.speedrun.forecast import file_tokens
-from ascendchat.speedrun.ledger import Ledger
+from ascendchat.speedrun.estimate import file_tokens
+from ascendchat.speedrun.stage_cache import StageCache
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -117,7 +117,7 @@ def test_a_change_in_a_linked_folder_is_another_input(tmp_path: Path) -> None:
     for name in ("data", "there"):
         (tmp_path / name).mkdir()
     (tmp_path / "data" / "more").symlink_to(tmp_path / "there")
-    ledger, seen = Ledger.open("small"), set()
+    ledger, seen = StageCache.open("small"), set()
     for text in ("a", "ab"):
         (tmp_path / "there" / "a.txt").write_text(text, encoding="utf-8")
         seen.add(ledger.identity("", ["base"], [tmp_path / "data"]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ascendchat.data.chat.template import Conversation, render_choice
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.overlap import SHOWN_OVERLAPS, Overlap, OverlapFinder, contains_words, normal, questions_in
+from ascendchat.tasks.overlap import MAX_SHOWN_OVERLAPS, Overlap, OverlapFinder, contains_words, normal, questions_in
 
 
 class Talks(Task):
@@ -89,7 +89,7 @@ def test_the_log_has_one_line_of_numbers_and_few_examples_for_each_evaluation() 
         "sums: 7 of 10 test questions are in the mixture (first train 6, second train 2)",
         *(f"  sums test row {row} is in first train row {row - 2}: What is 1+{row}?" for row in (2, 3, 4)),
     ]
-    assert SHOWN_OVERLAPS == 3
+    assert MAX_SHOWN_OVERLAPS == 3
     assert OverlapFinder([EXAM]).lines() == []
 
 

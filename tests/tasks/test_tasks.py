@@ -22,8 +22,8 @@ from ascendchat.data.fetch import fetch
 from ascendchat.errors import UserError
 from ascendchat.rl import rewards
 from ascendchat.tasks import named as tasks
-from ascendchat.tasks.dialog import Stored
-from ascendchat.tasks.files import SPLIT, belongs
+from ascendchat.tasks.dialog import ConversationStore
+from ascendchat.tasks.eval_files import SPLIT, belongs
 from ascendchat.tasks.gsm8k import FINAL, SIGNED, as_number, final_number
 from ascendchat.tasks.humaneval import CODE_BLOCK, HumanEval, code_of, pass_at_k
 
@@ -419,7 +419,7 @@ def test_a_folder_of_conversations_is_read_by_split(tmp_path: Path) -> None:
 @given(st.lists(st.lists(st.text(), min_size=1, max_size=3), max_size=5))
 def test_stored_conversations_come_back_as_they_were(texts: list[list[str]]) -> None:
     talks = [[{"role": "user", "content": text} for text in talk] for talk in texts]
-    stored = Stored(talks)
+    stored = ConversationStore(talks)
     assert [stored[i] for i in range(len(stored))] == talks
 
 

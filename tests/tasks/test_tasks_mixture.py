@@ -21,7 +21,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.errors import UserError
 from ascendchat.tasks import named as tasks
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.mixture import VALIDATION, ChatMixture, default_data, open_chat_mixture, overlap_finder
+from ascendchat.tasks.mixture import DEFAULT_HELD_OUT, ChatMixture, default_data, open_chat_mixture, overlap_finder
 from ascendchat.tasks.overlap import report_overlaps
 
 EXAM = [{"question": f"Who is {n}?", "choices": [f"man {n}", "nobody"], "gold": 0} for n in range(9)]
@@ -47,7 +47,7 @@ def chats(tmp_path: Path) -> Path:
 def held_out(conversation: Conversation) -> bool:
     """The rule, once more: it must never change, or a resumed run would train on what it was validated on."""
     digest = hashlib.sha256(json.dumps(conversation, sort_keys=True).encode()).hexdigest()
-    return int(digest[:8], 16) / 2**32 < VALIDATION
+    return int(digest[:8], 16) / 2**32 < DEFAULT_HELD_OUT
 
 
 def same(a: ChatRows, b: ChatRows) -> bool:

@@ -20,12 +20,11 @@ from ascendchat.config import NotSaved
 from ascendchat.data.mixture import Batches
 from ascendchat.errors import UserError, home
 from ascendchat.nn import IGNORE
-from ascendchat.nn.attention import KERNELS
-from ascendchat.nn.model import dense
+from ascendchat.nn.attention import KERNELS, dense
 from ascendchat.nn.optim import muon_groups
 from ascendchat.runs.run import read_metrics
 from ascendchat.sizes.schedule import finetuning_scale
-from ascendchat.tasks.mixture import Portion, open_chat_mixture
+from ascendchat.tasks.mixture import EntryOptions, open_chat_mixture
 from ascendchat.train import finetune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +51,7 @@ def plain_losses(place: Path, model: Any, decay: float) -> list[float]:
     """The same steps without us: conversations one by one, transformers' loss, torch's AdamW and clipping."""
     opened = hf_models.opened(place / "tiny", LENGTH)
     mixture = open_chat_mixture(
-        (str(place / "sums.jsonl"),), "sft", opened.tokenizer, LENGTH, say=lambda _: None, portion=Portion(0.1)
+        (str(place / "sums.jsonl"),), "sft", opened.tokenizer, LENGTH, say=lambda _: None, options=EntryOptions(0.1)
     )
     batches = Batches(mixture.sources, ROWS)
     learns = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -134,7 +133,7 @@ def test_samples_that_fail_cost_no_trained_model(
     def fail(*_: Any) -> list[str]:
         raise RuntimeError("no such slice\nat dimension 0")
 
-    monkeypatch.setattr("ascendchat.train.chat.ChatStage.sample", fail)
+    monkeypatch.setattr("ascendchat.train.rows.RowStage.sample", fail)
     told = [*words(place, "unseen", "--val-size", "0"), "--steps", "1", "--sample-every", "1"]
     assert main([*told, "--output-dir", str(place / "unseen")]) == 0
     assert "no samples of step 1: RuntimeError: no such slice\n" in capsys.readouterr().out
@@ -282,18 +281,18 @@ def test_a_part_of_the_data_is_held_out_and_without_packing_a_row_holds_one_conv
 ) -> None:
     tokenizer = hf_models.opened(place / "tiny").tokenizer
 
-    def mixture(portion: Portion, packing: bool) -> Any:
-        told = {"say": lambda _: None, "portion": portion, "packing": packing}
+    def mixture(options: EntryOptions, packing: bool) -> Any:
+        told = {"say": lambda _: None, "options": options, "packing": packing}
         return open_chat_mixture((str(place / "sums.jsonl"),), "sft", tokenizer, LENGTH, **told)  # type: ignore[arg-type]
 
-    found = mixture(Portion(size), False)
+    found = mixture(EntryOptions(size), False)
     (held,) = found.validation
     assert least <= len(held.starts) - 1 <= most
     assert found.per_epoch + len(held.starts) - 1 == 60
-    some = mixture(Portion(0.0, most=40), False)
+    some = mixture(EntryOptions(0.0, max_conversations=40), False)
     assert some.per_epoch == 40
     assert not some.validation
-    assert mixture(Portion(0.0, most=40), True).per_epoch <= 20
+    assert mixture(EntryOptions(0.0, max_conversations=40), True).per_epoch <= 20
 
 
 def test_the_rate_rises_and_falls_as_asked() -> None:

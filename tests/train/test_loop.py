@@ -64,6 +64,9 @@ class ToyStage(Stage):
     def probe(self) -> int:
         return -1
 
+    def forward_backward(self, batch: int, scale: float = 1.0) -> Loss:
+        return self.loss(batch, scale).backward()
+
     def loss(self, batch: int, scale: float = 1.0) -> Loss:
         if self.oom:
             raise torch.OutOfMemoryError("NPU out of memory")
@@ -82,7 +85,7 @@ class ToyStage(Stage):
         self.seen.append(("evaluate", step))
         return {"score": self.scores.pop(0) if self.scores else float(self.model.weight.mean())}
 
-    def examine(self, step: int) -> dict[str, float]:
+    def benchmark(self, step: int) -> dict[str, float]:
         self.seen.append(("core", step))
         return {"core": 0.25}
 
@@ -143,10 +146,10 @@ def test_a_factor_that_is_known_last_changes_loss_and_gradient_alike(device: Dev
 
 
 def test_minus_one_means_never_and_zero_only_at_the_end(tmp_path: Path, device: Device) -> None:
-    assert seen_by(tmp_path / "a", device, eval_every=-1, save_every=-1, sample_every=-1, examine_every=-1) == []
+    assert seen_by(tmp_path / "a", device, eval_every=-1, save_every=-1, sample_every=-1, benchmark_every=-1) == []
     assert checkpoints(tmp_path / "a") == [8]  # a model is always saved at the end
     assert seen_by(tmp_path / "b", device, eval_every=0, save_every=0) == [("evaluate", 8)]
-    found = seen_by(tmp_path / "c", device, eval_every=-1, examine_every=3)
+    found = seen_by(tmp_path / "c", device, eval_every=-1, benchmark_every=3)
     assert found == [("core", 3), ("core", 6), ("core", 8)]
     scores = [(row["step"], row["core"]) for row in read_metrics(tmp_path / "c") if "core" in row]
     assert scores == [(3, 0.25), (6, 0.25), (8, 0.25)]

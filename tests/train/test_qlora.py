@@ -24,8 +24,7 @@ from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.errors import UserError, home
 from ascendchat.models.lora import LoraSettings, add_lora
 from ascendchat.models.quantize import check_packing, pack, packed_bytes
-from ascendchat.nn.attention import KERNELS
-from ascendchat.nn.model import dense
+from ascendchat.nn.attention import KERNELS, dense
 from ascendchat.sizes.hf import PACKED_BYTES, check_bits_on
 from ascendchat.train import start
 from ascendchat.train.finetune import checked

@@ -23,7 +23,7 @@ from ascendchat.parallel.collectives import World
 from ascendchat.sizes import schedule
 from ascendchat.sizes.shape import Shape
 from ascendchat.train import budget
-from ascendchat.train.model import Learner, learning, optimizer_for, pays, short
+from ascendchat.train.model import TrainModel, optimizer_for, short
 
 SHAPE = Shape.from_depth(2, dim=64, head_dim=32, vocab=256, seq_len=64)
 
@@ -59,7 +59,7 @@ class Recording(CPU):
         return replay
 
 
-def learner_on(device: Any, place: str = "cpu", kernel: Any = None, shape: Shape = SHAPE) -> Learner[GPT]:
+def learner_on(device: Any, place: str = "cpu", kernel: Any = None, shape: Shape = SHAPE) -> TrainModel[GPT]:
     model = GPT(shape)
     model.initialise(0)
     with torch.no_grad():  # else layers start as the identity
@@ -67,7 +67,7 @@ def learner_on(device: Any, place: str = "cpu", kernel: Any = None, shape: Shape
             if name.endswith((".out", ".down")):
                 parameter.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(len(name)))
     there = torch.device(place)
-    return Learner(model.to_compute(device.dtype).to(there), kernel or Reference(), device, there)
+    return TrainModel(model.to_compute(device.dtype).to(there), kernel or Reference(), device, there)
 
 
 def batches(count: int, rows: int, place: str = "cpu", shape: Shape = SHAPE) -> list[MicroBatch]:
@@ -76,18 +76,20 @@ def batches(count: int, rows: int, place: str = "cpu", shape: Shape = SHAPE) -> 
     return [MicroBatch(i, t, np.full(rows, shape.seq_len, np.int32), rows * shape.seq_len) for i, t in both]
 
 
-def learnt(learner: Learner[GPT], given: list[MicroBatch], record: bool) -> tuple[list[float], list[torch.Tensor]]:
+def learnt(learner: TrainModel[GPT], given: list[MicroBatch], record: bool) -> tuple[list[float], list[torch.Tensor]]:
     """Losses, and gradients added up over all micro-batches, each with a weight of its own."""
     optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, 1024))
     place, losses = given[0].inputs.device, []
     weights = [torch.tensor(1.0 / (100 + i), device=place) for i in range(len(given))]
-    ahead = torch.tensor(0.4, device=place)
-    learn = learning(learner, given[0], weights[0], ahead, optimizer.zero_grad) if record else None
+    mtp_weight = torch.tensor(0.4, device=place)
+    if record:
+        learner.forward_backward(given[0], weights[0], mtp_weight)  # the dry run
+        optimizer.zero_grad()
     for batch, weight in zip(given, weights):
-        if learn is not None:
-            losses.append(learn(batch, weight, ahead))
+        if record:
+            losses.append(learner.forward_backward(batch, weight, mtp_weight))
         else:
-            loss = learner.loss(batch, weight, ahead)
+            loss = learner.loss(batch, weight, mtp_weight)
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
     return [float(loss) for loss in losses], [gradient.clone() for gradient in optimizer.gradients()]
@@ -97,7 +99,7 @@ def test_gradients_add_up_and_each_loss_is_kept_and_another_size_is_not_replayed
     device = Recording()
     mixed = [*batches(3, 2), *batches(1, 1)]  # the last one has another size: it is not replayed
     found, wanted = learnt(learner_on(device), mixed, True), learnt(learner_on(Recording()), mixed, False)
-    assert (device.recordings, device.replays) == (1, 3)
+    assert (device.recordings, device.replays) == (1, 1 + 3)
     assert found[0] == wanted[0]
     assert len(set(found[0])) == 4
     for one, other in zip(found[1], wanted[1], strict=True):
@@ -107,9 +109,16 @@ def test_gradients_add_up_and_each_loss_is_kept_and_another_size_is_not_replayed
 def test_without_an_optimizer_no_gradient_is_kept() -> None:
     learner, (batch,) = learner_on(Recording()), batches(1, 2)
     weight = torch.tensor(0.1)
-    learn = learning(learner, batch, weight, None, learner.model.zero_grad, keep=False)
-    assert float(learn(batch, weight, None)) == float(learner.loss(batch, weight).detach())
+    with learner.forgetting_gradients():
+        assert float(learner.forward_backward(batch, weight)) == float(learner.loss(batch, weight).detach())
     assert all(parameter.grad is None for parameter in learner.model.parameters())
+    assert learner.device.recordings == 1  # type: ignore[attr-defined]
+    learner.forward_backward(batch, weight)
+    assert learner.device.recordings == 2, "a graph that keeps no gradients is of no use afterwards"  # type: ignore[attr-defined]
+    assert any(parameter.grad is not None for parameter in learner.model.parameters())
+    learner.release_graph()
+    learner.forward_backward(*batches(1, 1), weight)
+    assert learner.device.recordings == 3, "a smaller device batch is captured too"  # type: ignore[attr-defined]
 
 
 def test_without_room_for_a_recording_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +131,7 @@ def test_without_room_for_a_recording_training_goes_on(capsys: pytest.CaptureFix
         learnt(learner_on(Full()), batches(2, 2), True),
         learnt(learner_on(Recording()), batches(2, 2), False),
     )
-    assert "no room to record" in capsys.readouterr().out
+    assert "no room to capture" in capsys.readouterr().out
     assert found[0] == wanted[0]
     assert all(torch.equal(one, other) for one, other in zip(found[1], wanted[1], strict=True))
 
@@ -140,7 +149,7 @@ def test_only_what_is_the_same_work_each_time_is_recorded(monkeypatch: pytest.Mo
     def asked(change: Callable[[Any], None]) -> bool:
         learner = learner_on(Recording())
         change(learner)
-        return pays(learner, 2)
+        return learner.captures(2)
 
     class Half(Recording):
         scaling = Scaling(True, "inf")  # type: ignore[assignment]
@@ -178,7 +187,7 @@ def test_training_is_the_same_with_recorded_micro_batches(tmp_path: Path, monkey
         rows = (tmp_path / "runs" / name / "base" / "metrics.jsonl").read_text().splitlines()
         losses[name] = [row["loss"] for row in map(json.loads, rows) if "loss" in row]
     assert isinstance(device, Recording)
-    assert (device.recordings, device.replays) == (1, 6), "two micro-batches in each of three steps"
+    assert (device.recordings, device.replays) == (1, 1 + 6), "a dry run, then two micro-batches in each of three steps"
     assert losses["recorded"] == losses["plain"]
     assert len(losses["plain"]) == 3
 

@@ -25,13 +25,14 @@ from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.parallel import collectives
-from ascendchat.rl.source import InTurn
+from ascendchat.rl.source import SyncRolloutSource
 from ascendchat.rl.stage import RlStage
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.schedule import lr_scale, rates
 from ascendchat.sizes.shape import Shape
 from ascendchat.train import budget
 from ascendchat.train.budget import sizes_for
+from ascendchat.train.stage import Loss
 
 SHAPE = Shape.from_depth(2, vocab=60, seq_len=24, dim=32, head_dim=16)
 Trained = tuple[list[float], NDArray[np.float32]]  # losses, some weights
@@ -117,7 +118,7 @@ def paced(rank: int) -> int:
         budget.measured_speed = lambda learner, batch: 1000.0 / (1 + 3 * rank)
         budget.first_batch = lambda *_: None  # type: ignore[assignment,return-value]
         learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=HOST)
-        return budget.measured_horizon(BaseConfig(minutes=1), learner, [], Split(2, 1, 1, 32), print)
+        return budget.measured_token_budget(BaseConfig(minutes=1), learner, [], Split(2, 1, 1, 32), print)
     finally:
         collectives.teardown()
 
@@ -189,21 +190,37 @@ def test_a_run_moves_between_one_three_two_and_one_ranks(alone: Trained, tmp_pat
     np.testing.assert_allclose(weights, alone[1], atol=1e-3, rtol=1e-2)
 
 
-def rl_that_ends(rank: int, problem: Exception) -> str:
-    """What an rl stage says whose second rank meets this problem with its batch."""
+def rl_that_ends(rank: int, place: str, problem: Exception) -> str:
+    """What an rl stage says whose second rank meets this problem at some place of a step."""
     collectives.init(Host())
 
-    def waves(batch: int) -> Iterator[list[Any]]:
-        if rank == 1:
-            raise problem
+    def meet(*_: Any, **__: Any) -> Any:
+        raise problem
+
+    def finished(batch: int) -> Iterator[list[Any]]:
+        if place == "rollouts" and rank == 1:
+            meet()
         yield []
 
     stage: Any = RlStage.__new__(RlStage)
-    stage.source, stage.model = SimpleNamespace(waves=waves), torch.nn.Linear(1, 1)
+    source = SimpleNamespace(finished=finished, version=0, throughput=lambda *_: {})
+    stage.source, stage.model, stage.folder, stage._slots = source, torch.nn.Linear(1, 1), Path(), []
     stage.learner, stage.method = SimpleNamespace(place=torch.device("cpu")), SimpleNamespace(mean="token")
-    stage._problem, stage._seen, stage._size, stage._most = None, None, (1, 1), (1, 1)
+    stage.config, stage.answers, stage.longest = SimpleNamespace(updates=1, samples=1, workflow=""), 1, 1
+    stage.rollout = SimpleNamespace(
+        judge=SimpleNamespace(terms=[]), questions=SimpleNamespace(tasks=[SimpleNamespace(name="sums")])
+    )
+    stage._problem, stage._in_step = None, False
+    empty = SimpleNamespace(rows=SimpleNamespace(inputs=[]), tokens=0, answers=0)
+    stage._packed, stage.upload, stage.split = lambda slots: empty, lambda rows: rows, SimpleNamespace(rows=1)
+    stage.model.shape, stage.tokenizer = SimpleNamespace(seq_len=4), SimpleNamespace(pad=0)
+    stage.policy_loss = lambda *_: Loss(torch.ones((), requires_grad=True))
+    stage._write_transcript = lambda *_: None
+    if rank == 1:
+        setattr(stage, {"loss": "policy_loss", "transcript": "_write_transcript", "rollouts": "unused"}[place], meet)
     try:
-        assert len(list(stage.waves(0))) == (rank == 0)
+        for batch in stage.micro_batches(0):
+            stage.forward_backward(batch)
         stage.correction(0)
     except UserError as said:
         return str(said)
@@ -217,13 +234,14 @@ def rl_that_ends(rank: int, problem: Exception) -> str:
 
 def test_a_rank_whose_answers_cannot_be_judged_ends_rl_with_its_sentence_on_every_rank() -> None:
     said = "--reward judge has judged none of 2 answers; mend the function"
-    assert run_ranks(rl_that_ends, 2, UserError(said)) == [said] * 2
+    assert run_ranks(rl_that_ends, 2, "rollouts", UserError(said)) == [said] * 2
 
 
-def test_an_error_of_the_program_on_one_rank_of_rl_ends_it_on_every_rank_with_one_traceback() -> None:
-    first, second = run_ranks(rl_that_ends, 2, ValueError("no such\nslot"), seconds=60)
+@pytest.mark.parametrize("place", ["rollouts", "loss", "transcript"])
+def test_an_error_of_the_program_on_one_rank_of_rl_ends_it_on_every_rank_with_one_traceback(place: str) -> None:
+    first, second = run_ranks(rl_that_ends, 2, place, ValueError("no such\nslot"), seconds=60)
     assert first == "rank 1 cannot go on (ValueError: no such slot); its own output has the traceback"
-    assert second == "no such\nslot in waves"
+    assert second == "no such\nslot in meet"
 
 
 def weights_that_cannot_be_sent(rank: int) -> str:
@@ -233,10 +251,10 @@ def weights_that_cannot_be_sent(rank: int) -> str:
     def load(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such place")
 
-    source: Any = InTurn.__new__(InTurn)
-    source.rollout, source._weights = SimpleNamespace(generator=SimpleNamespace(load=load)), {}
+    source: Any = SyncRolloutSource.__new__(SyncRolloutSource)
+    source.rollout = SimpleNamespace(generator=SimpleNamespace(load=load))
     try:
-        source._send(1)
+        source._send({}, 1)
     except (UserError, RuntimeError) as said:
         return f"{type(said).__name__}: {said}"
     finally:

@@ -2,7 +2,7 @@
 
     folder = qwen2(tmp_path / "model")                              # a Hugging Face checkpoint
     with Served(folder, tmp_path) as server:
-        Remote.open(server.url, scorer=scorer_of(model))
+        RemoteGenerator.open(server.url, scorer=scorer_of(model))
         server.kill(); server.start()                               # at the same place
 
 $ASCENDCHAT_VLLM_PYTHON is the Python of the virtual environment that has vLLM.

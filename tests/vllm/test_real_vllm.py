@@ -15,7 +15,7 @@ from real_vllm import PYTHON, Served, open_qwen2, qwen2, scorer_of
 from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.remote import vllm
-from ascendchat.remote.client import Remote, WeightsLost
+from ascendchat.remote.client import RemoteGenerator, WeightsLost
 from ascendchat.remote.vllm import VllmServer
 from ascendchat.remote.weights import compare
 
@@ -47,9 +47,9 @@ def model(folder: Path) -> Any:
 
 
 @pytest.fixture
-def remote(server: Served, model: Any) -> Iterator[Remote]:
+def remote(server: Served, model: Any) -> Iterator[RemoteGenerator]:
     """Every test begins and ends with the weights of the start, as version 0."""
-    with Remote.open(server.url, scorer=scorer_of(model), timeout=300.0, patience=60.0) as opened:
+    with RemoteGenerator.open(server.url, scorer=scorer_of(model), timeout=300.0, patience=60.0) as opened:
         opened.load(model.state_dict(), 0)
         yield opened
 
@@ -76,7 +76,7 @@ def changed(model: Any, seed: int) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def test_what_is_found_out(remote: Remote) -> None:
+def test_what_is_found_out(remote: RemoteGenerator) -> None:
     server = remote.server
     assert isinstance(server, VllmServer)
     found = (server.dtype, server.workers, server.controlled, server.receives)
@@ -85,7 +85,7 @@ def test_what_is_found_out(remote: Remote) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_a_forward_pass(remote: Remote, model: Any, temperature: float) -> None:
+def test_log_probabilities_are_those_of_a_forward_pass(remote: RemoteGenerator, model: Any, temperature: float) -> None:
     requests = asked(temperature=temperature)
     answers = remote.generate(requests)
     gaps = [gap(request, answer, model, temperature) for request, answer in zip(requests, answers)]
@@ -95,7 +95,7 @@ def test_log_probabilities_are_those_of_a_forward_pass(remote: Remote, model: An
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_weights_are_equal_after_every_sync(remote: Remote, model: Any, in_place: bool) -> None:
+def test_weights_are_equal_after_every_sync(remote: RemoteGenerator, model: Any, in_place: bool) -> None:
     server = remote.server
     assert isinstance(server, VllmServer)
     server.receives = in_place
@@ -108,7 +108,7 @@ def test_weights_are_equal_after_every_sync(remote: Remote, model: Any, in_place
         requests = asked()
         answers = remote.generate(requests)
         worst = max(gap(request, answer, model) for request, answer in zip(requests, answers))
-        told = remote._wait(server.link.command("POST", "/weight_checker", json={"action": "checksum"}))["checksums"]
+        told = remote._wait(server.http.command("POST", "/weight_checker", json={"action": "checksum"}))["checksums"]
         wrong, unknown = compare(told, weights)
         print(f"version {version}: {took:.2f} s, gap {worst:.2g}, {unknown} of {len(told)} weights not by digest")
         assert worst < MAX_GAP
@@ -116,10 +116,10 @@ def test_weights_are_equal_after_every_sync(remote: Remote, model: Any, in_place
         assert len(told) - unknown >= 9, "embedding, head, norms and biases; the others are packed for a kernel of CPUs"
         assert {number for answer in answers for number in answer.versions} == {version}
         assert [answer.ids for answer in answers] != [answer.ids for answer in before]
-        assert remote._wait(server.link.probe("/weight_info")) == {"weight_version": str(version)}
+        assert remote._wait(server.http.probe("/weight_info")) == {"weight_version": str(version)}
 
 
-def test_interrupted_answers_go_on_with_the_new_weights(remote: Remote, model: Any, folder: Path) -> None:
+def test_interrupted_answers_go_on_with_the_new_weights(remote: RemoteGenerator, model: Any, folder: Path) -> None:
     old, weights, requests = open_qwen2(folder), changed(model, 1), asked(240, count=4)
     for delay in [0.2, 0.1, 0.4, 0.05, 0.8] * 3:  # until an answer was caught in the middle, on a machine of any speed
         found: list[Completion] = []
@@ -146,7 +146,7 @@ def test_interrupted_answers_go_on_with_the_new_weights(remote: Remote, model: A
         assert worst < MAX_GAP, "each token is the work of the weights it names"
 
 
-def test_a_reload_that_fails_is_mended_by_the_next(remote: Remote, model: Any, monkeypatch: Any) -> None:
+def test_a_reload_that_fails_is_mended_by_the_next(remote: RemoteGenerator, model: Any, monkeypatch: Any) -> None:
     """vLLM is then without weights, and an answer would kill its engine."""
     server = remote.server
     assert isinstance(server, VllmServer)
@@ -164,7 +164,7 @@ def test_a_reload_that_fails_is_mended_by_the_next(remote: Remote, model: Any, m
 
 
 def test_a_killed_server_comes_back_without_its_weights_and_gets_them_again(
-    remote: Remote, server: Served, model: Any
+    remote: RemoteGenerator, server: Served, model: Any
 ) -> None:
     weights = changed(model, 1)
     remote.load(weights, 3)

@@ -9,7 +9,7 @@ from real_vllm import PYTHON, Served, open_qwen2, qwen2, scorer_of
 
 from ascendchat.cli import main
 from ascendchat.errors import home
-from ascendchat.remote.client import Remote
+from ascendchat.remote.client import RemoteGenerator
 from ascendchat.remote.vllm import VllmServer
 from ascendchat.remote.weights import gap
 from ascendchat.runs.run import read_metrics
@@ -47,7 +47,7 @@ def test_twenty_steps_of_grpo_against_a_real_server(tmp_path: Path, monkeypatch:
         assert max(gaps) < MAX_GAP
         assert main(["export", "--run", "it", "--out", str(tmp_path / "out"), "--device-type", "cpu"]) == 0
         tokens = list(range(5, 45))
-        with Remote.open(server.url) as remote:  # what it has in the end is the model that was exported
+        with RemoteGenerator.open(server.url) as remote:  # what it has in the end is the model that was exported
             assert isinstance(remote.server, VllmServer)
             assert remote.version == STEPS
             theirs = remote._wait(remote.server.score(tokens))

@@ -1,9 +1,9 @@
-"""Readers of instruction and chat files: whatever people publish, one kind of conversation comes out.
+"""Readers of instruction and chat files: of every published format, one kind of conversation comes out.
 
     for messages in conversations("alpaca.json"): ...      # a list of messages as data/chat/template.py takes them
 
 `ascendchat sft --data FILE` reads through here. The container (json, jsonl, tsv, parquet; all but parquet also as .gz,
-.bz2, .xz, .zst) is told by its name, the format of the rows by the columns of the first one that has known ones:
+.bz2, .xz, .zst) is recognised by its name, the format of the rows by the columns of the first row that has known ones:
 
 | format    | columns                                                 | becomes                                        |
 |-----------|---------------------------------------------------------|------------------------------------------------|
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.data.chat.pairs import talk_of
-from ascendchat.data.chat.tables import Allowance, TableRow, Watched, check_table, read_rows, unused_line
+from ascendchat.data.chat.tables import RowBudget, TableRow, TrackedRow, check_table, read_rows, unused_line
 from ascendchat.data.chat.template import LETTERS, Conversation, Part, render_choice
 from ascendchat.data.chat.turns import (
     ABOUT,
@@ -60,7 +60,7 @@ WRITTEN = re.compile(r"### (?:Instruction|Response):|<\|im_start\|>|\[/INST\]|<s
 SIGNS = r"\s.,+\-*/()%×÷\u2212"  # \u2212: a minus sign
 ARITHMETIC = rf"([{SIGNS}]*\d[\d{SIGNS}]*)"
 CALCULATION = re.compile(f"<<{ARITHMETIC}={ARITHMETIC}>>")  # a << b = c >> d and a<<1=b>> are programs
-# Columns of a pair; an `input` beside any of the others is what it is about
+# Columns of a pair; an `input` beside any of the others is the passage that the prompt is about
 PROMPT, REPLY = "query|prompt|question|instruction|input", "response|completion|output|answer"
 
 
@@ -87,39 +87,39 @@ def pair(row: TableRow) -> Iterator[Conversation]:
 
 def bilingual(row: TableRow) -> Iterator[Conversation]:
     for language in ("en", "zh"):
-        own = {key[3:]: row[key] for key in row if key.startswith(f"{language}_")}
-        yield from alpaca(own)
+        columns = {key[3:]: row[key] for key in row if key.startswith(f"{language}_")}
+        yield from alpaca(columns)
 
 
 def parse_choice(row: TableRow) -> tuple[str, list[str], int]:
-    """Question, choices, and which of them is right, of a multiple-choice row as anybody publishes it: the choices are
-    a list, texts with labels (ARC: {"text": [...], "label": ["A", ...] or ["1", ...]}; MedQA: {"A": ..., "B": ...}) or
-    columns A, B, C ...; the right one is named by its number, letter, label or text. A passage stands before the
-    question."""
-    asked, gold = cell(row, "question|Question|query"), cell(row, "gold|answer_idx|answer|Answer|answerKey")
+    """Parse a multiple-choice row of any published form: (question, choices, index of the right one). The choices
+    are a list, texts with labels (ARC: {"text": [...], "label": ["A", ...] or ["1", ...]}; MedQA: {"A": ..., "B":
+    ...}) or columns A, B, C ...; the right one is given by its number, letter, label or text. A passage stands
+    before the question."""
+    question, gold = cell(row, "question|Question|query"), cell(row, "gold|answer_idx|answer|Answer|answerKey")
     if about := [row[name] for name in ABOUT if row.get(name)]:
-        asked = "\n".join([*about, asked])
+        question = "\n".join([*about, question])
     choices, labels = row.get("choices") or row.get("options"), list(LETTERS)
     if choices is None:
         choices = {letter: row[letter] for letter in LETTERS[:10] if letter in row}
     if isinstance(choices, Mapping):
-        named = {"text", "label"} <= choices.keys()
-        pairs = zip(choices["label"], choices["text"]) if named else choices.items()
+        labelled = {"text", "label"} <= choices.keys()
+        pairs = zip(choices["label"], choices["text"]) if labelled else choices.items()
         filled_in = [(str(label), choice) for label, choice in pairs if choice not in (None, "")]
-        gold = labels[gold] if isinstance(gold, int) and not named and 0 <= gold < len(labels) else gold
+        gold = labels[gold] if isinstance(gold, int) and not labelled and 0 <= gold < len(labels) else gold
         labels, choices = [label for label, _ in filled_in], [choice for _, choice in filled_in]
     if isinstance(choices, str):
         raise ValueError("its choices are not a list but text")
     named_by, words = [*labels[: len(choices)], *choices], str(gold).strip()
     right = gold if isinstance(gold, int) else named_by.index(words) % len(choices) if words in named_by else -1
     if not 0 <= right < len(choices):
-        raise ValueError(f"the answer {gold!r} is none of the {len(choices)} choices of {str(asked)[:60]!r}")
-    return asked, list(choices), right
+        raise ValueError(f"the answer {gold!r} is none of the {len(choices)} choices of {str(question)[:60]!r}")
+    return question, list(choices), right
 
 
 def choice(row: TableRow) -> Iterator[Conversation]:
-    asked, choices, right = parse_choice(row)
-    ask = [message("user", render_choice(asked, choices)), message("assistant", LETTERS[right])]
+    question, choices, right = parse_choice(row)
+    ask = [message("user", render_choice(question, choices)), message("assistant", LETTERS[right])]
     yield opening(row) + history(row) + ask
 
 
@@ -131,7 +131,8 @@ def question(row: TableRow) -> Iterator[Conversation]:
 
 
 def calculations(answer: str) -> str | list[Part]:
-    """GSM8K writes `48/2 = <<48/2=24>>24`: the calculator is asked 48/2, gives 24, and the text goes on with 24."""
+    """Turn GSM8K's `48/2 = <<48/2=24>>24` into a calculator call 48/2, its result 24, and the text that goes on with
+    24."""
     parts: list[Part] = []
     at = 0
     for calculation in CALCULATION.finditer(answer):
@@ -146,9 +147,9 @@ def text(row: TableRow) -> Iterator[Conversation]:
     marks = list(TURN.finditer(row["text"]))
     ends = [mark.start() for mark in marks[1:]] + [len(row["text"])]
     if not marks:
-        if found := WRITTEN.search(row["text"]):
+        if mark_of_template := WRITTEN.search(row["text"]):
             raise ValueError(
-                f"its text holds turns as another template writes them ({found[0]}); give messages instead"
+                f"its text holds turns as another template writes them ({mark_of_template[0]}); give messages instead"
             )
         yield [message("assistant", row["text"])]
     else:
@@ -188,20 +189,20 @@ READERS: tuple[tuple[Callable[[TableRow], Iterator[Conversation]], tuple[str, ..
 
 
 def detect(row: TableRow, path: Path) -> Callable[[TableRow], Iterator[Conversation]]:
-    """The reader of rows like this one, or an error that names what was found."""
+    """Choose the reader for rows like this one; the error names the columns that were found."""
     for reader, needed in READERS:
         if all(any(name in row for name in group.split("|")) for group in needed):
             return reader
     named = [(reader, needed) for reader, needed in READERS if reader is not reasoned]
-    known = "; ".join(f"{reader.__name__} ({', '.join(needed)})" for reader, needed in named)
+    formats = "; ".join(f"{reader.__name__} ({', '.join(needed)})" for reader, needed in named)
     raise UserError(
         f"{path.name} has the columns {inert(', '.join(row)) or '(none)'}, which no reader knows; rename them to those "
-        f"of one of these formats: {known}"
+        f"of one of these formats: {formats}"
     )
 
 
 def filled(value: Any, slots: Mapping[str, str]) -> Any:
-    """The same value with every {{slot}} in its texts replaced."""
+    """The value with every {{slot}} in its texts replaced."""
     if isinstance(value, str):
         for name, words in slots.items():
             value = value.replace("{{" + name + "}}", words)
@@ -214,33 +215,34 @@ def filled(value: Any, slots: Mapping[str, str]) -> Any:
 def conversations(
     path: str | Path,
     *,
-    limit: Allowance | None = None,
+    limit: RowBudget | None = None,
     slots: Mapping[str, str] | None = None,
-    arrange: Callable[[TableRow], TableRow] | None = None,
+    map_row: Callable[[TableRow], TableRow] | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Conversation]:
-    """Every conversation of a file, in order; `say` gets a line about rows that were left out, and one that names the
-    columns that were not used, if there are any.
+    """Yield every conversation of a file, in order; `say` gets a line about rows that were left out, and one that
+    names the columns that were not used, if there are any.
 
-    `slots` are words for places like {{name}}, `limit` stops after so many rows, `arrange` gives a row the columns
-    above (dataset_info.py)."""
+    `slots` are words for slots like {{name}}, `limit` stops after so many rows, `map_row` gives a row the columns
+    above (dataset_info.py).
+    """
     path = check_table(path)
     unused: dict[str, None] = {}  # in the order in which they were seen
     reader: Callable[[TableRow], Iterator[Conversation]] | None = None
 
     def read_row(row: TableRow) -> list[Conversation]:
         nonlocal reader
-        row = watched = Watched(filled(row, slots) if slots else row)
-        if arrange:
-            row = arrange(row)
+        row = watched = TrackedRow(filled(row, slots) if slots else row)
+        if map_row:
+            row = map_row(row)
         reader = reader or detect(row, path)
         if reader not in (dpo, text) and str(row.get("label")).lower() == "false":  # as KTO's rows are marked
             raise ValueError("a reply of the label false would be learnt; leave out what is not to be learnt")
-        found = [checked(one) for one in reader(row)]
+        parsed = [checked(conversation) for conversation in reader(row)]
         unused.update(dict.fromkeys(watched.unused()))
-        return found
+        return parsed
 
-    for of_row in read_rows(path, read_row, limit=limit, say=say):
-        yield from of_row
+    for parsed in read_rows(path, read_row, limit=limit, say=say):
+        yield from parsed
     if unused:
         say(unused_line(path.name, unused))

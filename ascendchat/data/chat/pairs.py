@@ -1,4 +1,4 @@
-"""Preference pairs: a prompt, a reply that was chosen and one that was rejected, in whatever form they are published.
+"""Preference pairs: a prompt, a chosen reply and a rejected one, in every published form.
 
     for pair in pairs("dpo.jsonl"): ...  # Pair(prompt, chosen, rejected), lists of messages as in data/chat/template.py
 
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ascendchat.data.chat.rows import EPOCHS, ORDER, WINDOW
-from ascendchat.data.chat.tables import Allowance, TableRow, Watched, check_table, read_rows, unused_line
+from ascendchat.data.chat.tables import RowBudget, TableRow, TrackedRow, check_table, read_rows, unused_line
 from ascendchat.data.chat.template import (
     Conversation,
     Encoder,
@@ -60,7 +60,7 @@ from ascendchat.data.chat.turns import (
 )
 from ascendchat.data.corpus import shuffled
 from ascendchat.data.mixture import Batch, Batches
-from ascendchat.data.read import MAX_BROKEN
+from ascendchat.data.read import MAX_BROKEN_SHARE
 from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 from ascendchat.runs.console import inert
@@ -71,7 +71,7 @@ SPOKEN = re.compile(r"\n\n(Human|Assistant):")
 
 
 class Pair(NamedTuple):
-    """Both replies begin where the prompt ends."""
+    """A prompt and the two replies, which begin where it ends."""
 
     prompt: Conversation
     chosen: Conversation
@@ -79,9 +79,9 @@ class Pair(NamedTuple):
 
 
 def parse_pair(row: TableRow) -> Pair:
-    """The pair in a row; a ValueError says what is wrong with it, a UserError that its columns are unknown."""
+    """Parse the pair in a row; a ValueError tells what is wrong with it, a UserError that its columns are unknown."""
     if any(name in row for name in REJECTED):
-        chosen, rejected = of_swift(row)
+        chosen, rejected = parse_swift(row)
     elif "chosen" in row and "rejected" in row:
         chosen, rejected = talk_of(row, "chosen"), talk_of(row, "rejected")
     else:
@@ -92,18 +92,18 @@ def parse_pair(row: TableRow) -> Pair:
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
-    if shared == len(chosen) == len(rejected):  # the replies are the same
+    if shared == len(chosen) == len(rejected):  # equal replies: `pairs` drops and counts them
         shared = before_reply(chosen)
-    found = Pair(*(checked(part) for part in (chosen[:shared], chosen[shared:], rejected[shared:])))
-    if not any(said["role"] == "user" for said in found.prompt):
+    pair = Pair(*(checked(part) for part in (chosen[:shared], chosen[shared:], rejected[shared:])))
+    if not any(message["role"] == "user" for message in pair.prompt):
         raise ValueError("it has no prompt that both replies answer")
-    if not all(any(said["role"] == "assistant" for said in reply) for reply in (found.chosen, found.rejected)):
+    if not all(any(message["role"] == "assistant" for message in reply) for reply in (pair.chosen, pair.rejected)):
         raise ValueError("one of its replies is not of the assistant")
-    return found
+    return pair
 
 
 def before_reply(talk: Conversation) -> int:
-    """How many messages stand before the last turn of the assistant."""
+    """Number of messages before the last turn of the assistant."""
     end = len(talk)
     while end and talk[end - 1]["role"] == "assistant":
         end -= 1
@@ -112,51 +112,51 @@ def before_reply(talk: Conversation) -> int:
 
 def talk_of(row: TableRow, side: str) -> Conversation:
     """The conversation up to the reply in this column."""
-    return whole(opened(row, history(row) + prompt_of(row)), row[side])
+    return with_reply(opened(row, history(row) + prompt_of(row)), row[side])
 
 
 def prompt_of(row: TableRow) -> Conversation:
-    """What stands before the replies, but for the system message."""
+    """The messages before the replies, without the system message."""
     name = next((name for name in PROMPTS if name in row), "")
     if not name:
         return []
     return turns(row[name]) if name == "messages" else said(asked(row, name), "user")
 
 
-def whole(head: Conversation, reply: Any) -> Conversation:
-    """Prompt and reply. Some sets repeat the prompt in the reply."""
+def with_reply(head: Conversation, reply: Any) -> Conversation:
+    """Append a reply to a prompt. Some sets repeat the prompt in the reply."""
     reply = talk_in(reply)
     if isinstance(reply, str):
-        asked = head[-1]["content"] if head else ""
-        if isinstance(asked, str) and SPOKEN.match(asked) and reply.startswith(asked):
+        question = head[-1]["content"] if head else ""
+        if isinstance(question, str) and SPOKEN.match(question) and reply.startswith(question):
             return [*head[:-1], *marked_turns(reply)]  # hh-rlhf with its prompt in a column, too
         return [*head, message("assistant", reply)] if head else marked_turns(reply)
     entries = turns([reply] if isinstance(reply, dict) else reply)
-    bare = [said for said in head if said["role"] != "system"]
-    system = [said for said in head if said["role"] == "system"]
-    lead = next((at for at, said in enumerate(entries) if said["role"] != "system"), 0)
-    if not bare or entries[lead : lead + len(bare)] == bare:
+    turns_of_prompt = [turn for turn in head if turn["role"] != "system"]
+    system = [turn for turn in head if turn["role"] == "system"]
+    lead = next((at for at, turn in enumerate(entries) if turn["role"] != "system"), 0)
+    if not turns_of_prompt or entries[lead : lead + len(turns_of_prompt)] == turns_of_prompt:
         return [*(system or entries[:lead]), *entries[lead:]]
-    if lead < len(entries) and entries[lead]["role"] == bare[-1]["role"] == "user":
-        if len(bare) > 1:
+    if lead < len(entries) and entries[lead]["role"] == turns_of_prompt[-1]["role"] == "user":
+        if len(turns_of_prompt) > 1:
             raise ValueError("its reply begins with a user's message that is not that of the prompt")
         return [*(system or entries[:lead]), *entries[lead:]]  # the whole conversation; the prompt is its last question
     return [*head, *entries]
 
 
 def marked_turns(text: str) -> Conversation:
-    """A whole conversation in one text, as in hh-rlhf."""
+    """Parse a conversation that is one text with marks, as in hh-rlhf."""
     text = "\n\n" + text.lstrip()
     marks = list(SPOKEN.finditer(text))
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     return [spoken(mark[1], text[mark.end() : end].strip()) for mark, end in zip(marks, ends)]
 
 
-def of_swift(row: TableRow) -> tuple[Conversation, Conversation]:
-    """Both conversations as a whole."""
+def parse_swift(row: TableRow) -> tuple[Conversation, Conversation]:
+    """Both conversations of an ms-swift row, with their prompt: (chosen, rejected)."""
     chosen = opened(row, turns(row["messages"])) if "messages" in row else opening(row) + history(row) + query(row)
     head = chosen[: before_reply(chosen)]
-    return chosen, whole(head, row["rejected_messages" if row.get("rejected_messages") else "rejected_response"])
+    return chosen, with_reply(head, row["rejected_messages" if row.get("rejected_messages") else "rejected_response"])
 
 
 def query(row: TableRow) -> Conversation:
@@ -166,30 +166,30 @@ def query(row: TableRow) -> Conversation:
 def pairs(
     path: str | Path,
     *,
-    limit: Allowance | None = None,
-    arrange: Callable[[TableRow], TableRow] | None = None,
+    limit: RowBudget | None = None,
+    map_row: Callable[[TableRow], TableRow] | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Pair]:
-    """Every pair of a file, in order; `say` gets a line about rows that were left out, and one that names the columns
-    that were not used, if there are any. `arrange` gives a row the columns above (dataset_info.py)."""
-    path, same = check_table(path), 0
+    """Yield every pair of a file, in order; `say` gets a line about rows that were left out, and one that names the
+    columns that were not used, if there are any. `map_row` gives a row the columns above (dataset_info.py)."""
+    path, equal = check_table(path), 0
     unused: dict[str, None] = {}  # in the order in which they were seen
 
     def read_row(row: TableRow) -> Pair:
-        watched = Watched(row)
-        found = parse_pair(arrange(watched) if arrange else watched)
+        watched = TrackedRow(row)
+        pair = parse_pair(map_row(watched) if map_row else watched)
         unused.update(dict.fromkeys(watched.unused()))
-        return found
+        return pair
 
-    for found in read_rows(path, read_row, limit=limit, say=say):
-        if found.chosen == found.rejected:
-            same += 1
+    for pair in read_rows(path, read_row, limit=limit, say=say):
+        if pair.chosen == pair.rejected:
+            equal += 1
         else:
-            yield found
+            yield pair
     if unused:
         say(unused_line(path.name, unused))
-    if same:
-        say(f"{path.name}: {same} pairs whose replies are the same; left out, for there is nothing to prefer")
+    if equal:
+        say(f"{path.name}: {equal} pairs whose replies are the same; left out, for there is nothing to prefer")
 
 
 # Preference pairs as packed rows: `finetune --stage dpo`.
@@ -198,30 +198,30 @@ def pairs(
 #     rows = PairRows(all_rendered, seq_len, seed, pad)
 #     batches = PairBatches([(rows, 1.0)], bins_per_step)       # as mixture.Batches; a bin is two rows
 #
-# Each pair is two sequences: the prompt with the chosen reply, and the prompt with the rejected one. What is scored
-# is the replies, not the earlier turns of the assistant. Both sequences of a pair lie in the same bin of two rows of T
+# Each pair is two sequences: the prompt with the chosen reply, and the prompt with the rejected one. Only the replies
+# are scored, not the earlier turns of the assistant. Both sequences of a pair lie in the same bin of two rows of T
 # tokens, wherever there is room, since a loss needs both at once; sequences are documents that do not see each other.
 # Bins are packed once, the longest pairs first within windows of a shuffled order, and come in a new order every epoch.
 
-WAYS = (0, 0), (1, 1), (0, 1), (1, 0)  # rows of a bin that the two sequences of a pair may go into
+PLACEMENTS = (0, 0), (1, 1), (0, 1), (1, 0)  # rows of a bin for the two sequences of a pair
 Bin = tuple[list[int], list[int]]  # the sequences in either row: 2 i is the chosen one of pair i, 2 i + 1 the rejected
 
 
 @dataclass
 class PairCounts:
-    """What became of the pairs."""
+    """Number of pairs that were rendered, cut and left out, and the reasons."""
 
     whole: int = 0
     cut: int = 0  # too long: earlier exchanges, the beginning of the prompt or the end of a reply went
-    lost_tokens: int = 0  # by that
+    lost_tokens: int = 0  # of the cut pairs
     unsupervised: int = 0  # a reply has no token to learn, or both are the same after the cut
     empty: int = 0  # the chosen reply has no word: a model would learn to end at once
-    thoughtless: int = 0  # of all these: lost what the assistant thinks, for which there is no place
+    thoughtless: int = 0  # of all these: lost their reasoning, for which the template has no place
     refused: int = 0  # by the model's chat template
-    why: str = ""  # what it said first
+    why: str = ""  # its first error
 
     def line(self) -> str:
-        """One line for the log."""
+        """Format one line for the log."""
         refused = f", {self.refused} refused by the chat template ({self.why})" if self.refused else ""
         empty = f", {self.empty} with an empty chosen reply (left out)" if self.empty else ""
         return (
@@ -230,13 +230,13 @@ class PairCounts:
         )
 
     def check(self) -> None:
-        """A template that refuses more than a few pairs is not made for such data."""
-        if self.refused > MAX_BROKEN * (self.whole + self.cut + self.unsupervised + self.empty + self.refused):
+        """Raise if the template refused more than a few pairs: it is not made for such data."""
+        if self.refused > MAX_BROKEN_SHARE * (self.whole + self.cut + self.unsupervised + self.empty + self.refused):
             raise UserError(f"{self.refused} pairs are refused: {self.why}; mend them, or take them out of --data")
 
 
 class RenderedPair(NamedTuple):
-    """Both sequences; the masks are 1 on the tokens of the reply."""
+    """Both sequences of a pair; the masks are 1 on the tokens of the reply."""
 
     chosen: Rendered
     rejected: Rendered
@@ -247,15 +247,17 @@ class RenderedPair(NamedTuple):
 
 
 def render_reply(tokenizer: Encoder, prompt: Sequence[dict[str, object]], whole: Rendered) -> Rendered:
-    """A conversation whose mask leaves out what the prompt already has: earlier turns of the assistant."""
+    """Render a conversation with 0 in its mask for all that the prompt already has, such as earlier turns of the
+    assistant."""
     before = render(tokenizer, prompt).ids
     shared = next((at for at, (a, b) in enumerate(zip(before, whole.ids)) if a != b), min(len(before), len(whole.ids)))
     return Rendered(whole.ids, [0] * shared + whole.mask[shared:])
 
 
 def render_pair(tokenizer: Encoder, pair: Pair, limit: int, counts: PairCounts) -> RenderedPair | None:
-    """Both sequences in at most `limit` tokens, with the same prompt. Too long: the oldest exchanges go first, then the
-    system message, then the beginning of the prompt down to half of the room, then the end of the replies."""
+    """Render both sequences in at most `limit` tokens, with the same prompt. Too long: the oldest exchanges go
+    first, then the system message, then the beginning of the prompt down to half of the room, then the end of the
+    replies."""
 
     def rendered(prompt: list[dict[str, object]]) -> RenderedPair:
         sides = (render_reply(tokenizer, prompt, render(tokenizer, [*prompt, *reply])) for reply in pair[1:])
@@ -267,31 +269,31 @@ def render_pair(tokenizer: Encoder, pair: Pair, limit: int, counts: PairCounts) 
     talk = [*pair.prompt, *pair.chosen, *pair.rejected]
     counts.thoughtless += writable(tokenizer, talk) is not talk
     try:
-        found = whole = rendered(pair.prompt)
-        if found.longest > limit:
+        fitted = whole = rendered(pair.prompt)
+        if fitted.longest > limit:
             system, groups = exchanges(pair.prompt)
 
-            def kept(count: int) -> RenderedPair:
+            def render_last(count: int) -> RenderedPair:
                 return rendered([*system, *flat(groups[-count:])])
 
-            most = most_that_fit(len(groups) - 1, lambda count: kept(count).longest <= limit)
-            found = kept(most) if most else rendered(flat(groups[-1:]))
-            found = shortened(tokenizer, found, limit)
+            count = most_that_fit(len(groups) - 1, lambda count: render_last(count).longest <= limit)
+            fitted = render_last(count) if count else rendered(flat(groups[-1:]))
+            fitted = shortened(tokenizer, fitted, limit)
     except UserError as error:
         counts.refused += 1
         counts.why = counts.why or str(error)
         return None
-    if not all(any(side.mask[1:]) for side in found) or found.chosen == found.rejected:
+    if not all(any(side.mask[1:]) for side in fitted) or fitted.chosen == fitted.rejected:
         counts.unsupervised += 1
         return None
-    lost = sum(len(a.ids) - len(b.ids) for a, b in zip(whole, found))
+    lost = sum(len(a.ids) - len(b.ids) for a, b in zip(whole, fitted))
     counts.whole, counts.cut = counts.whole + (not lost), counts.cut + bool(lost)
     counts.lost_tokens += lost
-    return found
+    return fitted
 
 
 def shortened(tokenizer: Encoder, pair: RenderedPair, limit: int) -> RenderedPair:
-    """The end of the prompt and the beginning of the replies, as far as they fit."""
+    """Cut a pair to the end of the prompt and the beginning of the replies, as far as they fit."""
     if pair.longest <= limit:
         return pair
     firsts = [side.mask.index(1) if any(side.mask) else len(side.mask) for side in pair]
@@ -302,39 +304,42 @@ def shortened(tokenizer: Encoder, pair: RenderedPair, limit: int) -> RenderedPai
     sides = []
     for (ids, mask), first in zip(pair, firsts):
         if first > room:
-            kept = [*start, *ids[first - room + len(start) : first]]
-            ids, mask = kept + ids[first:], [0] * len(kept) + mask[first:]
+            beginning = [*start, *ids[first - room + len(start) : first]]
+            ids, mask = beginning + ids[first:], [0] * len(beginning) + mask[first:]
         sides.append(Rendered(ids[:limit], mask[:limit]))
     return RenderedPair(*sides)
 
 
 def pack_pairs(lengths: Sequence[tuple[int, int]], seq_len: int, window: int = WINDOW) -> list[Bin]:
-    """Which pairs share a bin: the longest first, each into the fullest bin that still has room for both sequences."""
+    """Pack pairs into bins: the longest first, each into the fullest bin that still has room for both sequences."""
     bins: list[Bin] = []
     for first in range(0, len(lengths), window):
         members = range(first, min(first + window, len(lengths)))
-        room, opened = np.zeros((2, len(members)), dtype=np.int64), len(bins)  # places left in either row of each bin
+        room, first_bin = (
+            np.zeros((2, len(members)), dtype=np.int64),
+            len(bins),
+        )  # places left in either row of each bin
         for i in sorted(members, key=lambda i: (-sum(lengths[i]), i)):
-            left = room[:, : len(bins) - opened]
-            fits = [fitting(lengths[i], left, rows) for rows in WAYS]
-            total = np.where(np.logical_or.reduce(fits), left.sum(0), 2 * seq_len + 1)
-            at = int(total.argmin()) if total.size else 0
-            if not total.size or total[at] > 2 * seq_len:
-                at = len(bins) - opened
+            left = room[:, : len(bins) - first_bin]
+            fits = [fitting(lengths[i], left, rows) for rows in PLACEMENTS]
+            free = np.where(np.logical_or.reduce(fits), left.sum(0), 2 * seq_len + 1)
+            at = int(free.argmin()) if free.size else 0
+            if not free.size or free[at] > 2 * seq_len:
+                at = len(bins) - first_bin
                 bins.append(([], []))
                 room[:, at] = seq_len
                 rows = (0, 1)
             else:
-                ways = [rows for rows, fit in zip(WAYS, fits) if fit[at]]
-                rows = min(ways, key=lambda rows: int(room[rows[0], at] + room[rows[1], at]))  # the fuller row
+                placements = [rows for rows, fit in zip(PLACEMENTS, fits) if fit[at]]
+                rows = min(placements, key=lambda rows: int(room[rows[0], at] + room[rows[1], at]))  # the fuller row
             for side in (0, 1):
-                bins[opened + at][rows[side]].append(2 * i + side)
+                bins[first_bin + at][rows[side]].append(2 * i + side)
                 room[rows[side], at] -= lengths[i][side]
     return bins
 
 
 def fitting(lengths: tuple[int, int], left: NDArray[np.int64], rows: tuple[int, int]) -> NDArray[np.bool_]:
-    """In which bins, with `left` (2, bins) places, the sequences of a pair fit in these rows."""
+    """Mask of the bins, with `left` (2, bins) free positions, in which the sequences of a pair fit in these rows."""
     a, b = rows
     if a == b:
         return left[a] >= sum(lengths)
@@ -345,14 +350,14 @@ def fitting(lengths: tuple[int, int], left: NDArray[np.int64], rows: tuple[int, 
 class PairBatch(Batch):
     """Bins of one global batch, on the host: two rows each. P pairs."""
 
-    chosen: NDArray[np.int64]  # (P,) which segment of `lengths` it is
+    chosen: NDArray[np.int64]  # (P,) index of its segment in `lengths`
     rejected: NDArray[np.int64]
     tokens: NDArray[np.int64]  # (P, 2) targets of the replies
     number: NDArray[np.int64]  # (P,) of the pair, over all sources of the mixture
 
 
 class PairRows:
-    """The packed pairs of one source; see mixture.Rows, whose rows are bins here and whose targets are pairs."""
+    """The packed pairs of one source; a mixture.RowSource whose rows are bins and whose targets are pairs."""
 
     def __init__(
         self, pairs: Iterable[RenderedPair], seq_len: int, seed: int, pad: int, *, packing: bool = True
@@ -382,13 +387,13 @@ class PairRows:
         self._pairs = np.array([(len(a) + len(b)) // 2 for a, b in self.bins])
 
     def pair(self, number: int) -> RenderedPair:
-        """As it was rendered."""
+        """The pair as it was rendered."""
         spans = [slice(self.starts[s], self.starts[s + 1]) for s in (2 * number, 2 * number + 1)]
         return RenderedPair(*(Rendered(self.ids[span].tolist(), self.mask[span].tolist()) for span in spans))
 
     @property
     def filled(self) -> float:
-        """Share of the places that hold a token and not padding."""
+        """Share of the positions that hold a token and not padding."""
         return (len(self.ids) - 2 * self.pairs) / (2 * self.per_epoch * self.seq_len)
 
     @property
@@ -396,7 +401,7 @@ class PairRows:
         return hashlib.sha256(self.ids.tobytes() + self.mask.tobytes()).digest()
 
     def targets(self, start: int, stop: int) -> int:
-        """How many pairs the bins start .. stop - 1 have."""
+        """Number of pairs in the bins start .. stop - 1."""
         places = (divmod(number, self.per_epoch) for number in range(start, stop))
         return sum(int(self._pairs[self._order(epoch)[row]]) for epoch, row in places)
 
@@ -406,7 +411,8 @@ class PairRows:
         raise NotImplementedError("a bin is two rows: see `put`")
 
     def put(self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Write bin `number` into two arrays (2, T). Its segments: (tokens, which sequence, or -1 for padding)."""
+        """Write bin `number` into two arrays (2, T). Returns its segments: (tokens, index of the sequence, or -1 for
+        padding)."""
         epoch, row = divmod(number, self.per_epoch)
         inputs[:], targets[:] = self.pad, IGNORE
         segments = []
@@ -425,28 +431,28 @@ class PairRows:
         return segments
 
     def learnt(self, pair: int) -> tuple[int, int]:
-        """Targets of either reply."""
+        """Number of targets of either reply."""
         spans = (slice(self.starts[s] + 1, self.starts[s + 1]) for s in (2 * pair, 2 * pair + 1))
         chosen, rejected = (int(self.mask[span].sum()) for span in spans)
         return chosen, rejected
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """The order of the bins in an epoch; the last one used is kept."""
-        kept: tuple[int, NDArray[np.int64]] | None = getattr(self, "_kept", None)
-        if kept is None or kept[0] != epoch:
-            kept = self._kept = (epoch, shuffled(self.per_epoch, self.seed, epoch, EPOCHS))
-        return kept[1]
+        """The order of the bins in an epoch; the last one used is cached."""
+        cached: tuple[int, NDArray[np.int64]] | None = getattr(self, "_kept", None)
+        if cached is None or cached[0] != epoch:
+            cached = self._kept = (epoch, shuffled(self.per_epoch, self.seed, epoch, EPOCHS))
+        return cached[1]
 
 
 class PairBatches(Batches):
-    """Global batches of bins; `targets(step)` is how many pairs a step has."""
+    """Global batches of bins; `targets(step)` is the number of pairs in a step."""
 
     def __init__(self, sources: Sequence[tuple[PairRows, float]], bins_per_step: int) -> None:
         super().__init__(sources, bins_per_step)
         self.sources = [rows for rows, _ in sources]
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> PairBatch:
-        """Bins [start, stop) of the global batch of a step."""
+        """Gather bins [start, stop) of the global batch of a step."""
         stop = self.rows_per_step if stop is None else stop
         inputs = np.empty((2 * (stop - start), self.seq_len), dtype=np.int64)
         targets = np.empty_like(inputs)

@@ -1,10 +1,10 @@
-"""What a model will see of its data: `ascendchat sft --preview 3`, and the same of `mid` and `finetune`.
+"""Show data as the model will see it: `ascendchat sft --preview 3`, also of `mid` and `finetune`.
 
     for text in preview_mixture(config.data, mixture.sources, tokenizer, 3, colours(sys.stdout)):
         print(text)
 
-Rows are shown in the order of the file, rendered and cut as in training, special tokens by their names. What is learnt
-is green on a terminal and stands in [[ ]] elsewhere; the rest is only read.
+Rows are shown in the order of the file, rendered and cut as in training, special tokens by their names. Supervised
+tokens are green on a terminal and stand in [[ ]] elsewhere; the rest is only read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from ascendchat.data.chat.pairs import PairRows
 from ascendchat.data.chat.rows import ChatRows
 from ascendchat.data.chat.template import Rendered
-from ascendchat.data.mixture import Rows, parse_mixture
+from ascendchat.data.mixture import RowSource, parse_mixture
 from ascendchat.nn import IGNORE
 from ascendchat.runs.console import inert
 
@@ -27,18 +27,18 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 class _Decoder(Protocol):
-    """What is needed of a tokenizer here."""
+    """The part of a tokenizer that is needed here."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def colours(stream: TextIO) -> bool:
-    """Whether learnt tokens can be shown in colour there."""
+    """True if supervised tokens can be shown in colour on this stream."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def shown(tokenizer: _Decoder, row: Rendered, colour: bool) -> str:
-    """The text of a row; what is learnt is marked. Control characters of the data are made visible."""
+    """The text of a row with its supervised tokens marked. Control characters of the data are made visible."""
     begin, end = (GREEN, PLAIN) if colour else ("[[", "]]")
     parts = []
     for learnt, run in groupby(zip(row.ids, row.mask), key=lambda token: bool(token[1])):
@@ -48,17 +48,17 @@ def shown(tokenizer: _Decoder, row: Rendered, colour: bool) -> str:
 
 
 def preview_mixture(
-    data: Sequence[str], sources: Sequence[tuple[Rows, float]], tokenizer: _Decoder, count: int, colour: bool
+    data: Sequence[str], sources: Sequence[tuple[RowSource, float]], tokenizer: _Decoder, count: int, colour: bool
 ) -> Iterator[str]:
-    """The first `count` rows of every entry, each behind a line that says which it is."""
+    """Yield the first `count` rows of every entry, each under a line with its name."""
     for (name, _), (rows, _) in zip(parse_mixture(data), sources):
         for title, row in rows_of(rows, count):
             where = f"--- {name}, {title}: {len(row.ids)} tokens, {sum(row.mask)} learnt"
             yield f"{where}\n{shown(tokenizer, row, colour)}"
 
 
-def rows_of(rows: Rows, count: int) -> Iterator[tuple[str, Rendered]]:
-    """The first rows of a source with their titles, in the order of the file; of a text, rows of training."""
+def rows_of(rows: RowSource, count: int) -> Iterator[tuple[str, Rendered]]:
+    """Yield the first rows of a source with their titles, in the order of the file; of a text, rows of training."""
     if isinstance(rows, PairRows):
         for number in range(min(count, rows.pairs)):
             for side, row in zip(("chosen", "rejected"), rows.pair(number)):

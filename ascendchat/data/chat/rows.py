@@ -4,9 +4,9 @@
     rows = ChatRows.build(tokenizer, conversations, seq_len, seed, counts)
     batches = Batches([(rows, 1.0)], rows_per_step)   # data/mixture.py: alone or with other rows, and with text
 
-A conversation of n tokens takes n - 1 places of a row: its last token is only a target. Targets are IGNORE where the
-assistant does not speak. `chat.render_pieces` splits what is longer than a row, leaves out what has nothing to learn,
-and counts both; so every row has a target, no loss is 0/0 and nothing waits in the packer forever.
+A conversation of n tokens takes n - 1 positions of a row: its last token is only a target. Targets are IGNORE where the
+assistant does not speak. `template.render_pieces` splits what is longer than a row, leaves out what has nothing to
+learn, and counts both; so every row has a target, no loss is 0/0 and nothing waits in the packer forever.
 
 Rows are packed once, best fit decreasing within windows of a shuffled order, and come in a new order every epoch: the
 global batch of a step is a pure function of (conversations, seed, step), whatever the number of devices.
@@ -27,11 +27,12 @@ from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 
 WINDOW = 4096  # conversations packed together: enough to fill rows, few enough that long and short ones stay mixed
-ORDER, EPOCHS = 0, 1  # salts of the two shuffles
+ORDER, EPOCHS = 0, 1  # salts of two shuffles: before packing, and of the rows in each epoch
 
 
 def best_fit(lengths: Sequence[int], seq_len: int, window: int = WINDOW) -> list[list[int]]:
-    """Which conversations share a row: the longest first, each into the fullest row that still has room."""
+    """Pack conversations into rows: the longest first, each into the fullest row that still has room (best fit
+    decreasing)."""
     rows: list[list[int]] = []
     for first in range(0, len(lengths), window):
         members = range(first, min(first + window, len(lengths)))
@@ -50,10 +51,10 @@ def best_fit(lengths: Sequence[int], seq_len: int, window: int = WINDOW) -> list
 
 
 class ChatRows:
-    """The packed rows of a set of conversations: see mixture.Rows."""
+    """The packed rows of a set of conversations; a mixture.RowSource."""
 
     def __init__(self, pieces: Iterable[Rendered], seq_len: int, seed: int, pad: int, packing: bool = True) -> None:
-        """Without `packing` every row holds one piece."""
+        """Pack the pieces; without `packing` every row holds one."""
         self.seq_len, self.seed, self.pad = seq_len, seed, pad
         ids, mask, starts = array("i"), array("b"), array("q", [0])
         for piece in pieces:
@@ -85,7 +86,8 @@ class ChatRows:
         counts: Counts,
         packing: bool = True,
     ) -> ChatRows:
-        """Render, split what is too long, pack. What the model's chat template refuses is counted and left out."""
+        """Render, split what is too long, pack. A conversation that the model's chat template refuses is counted and
+        left out."""
 
         def rendered() -> Iterator[Rendered]:
             for talk in conversations:
@@ -102,7 +104,7 @@ class ChatRows:
 
     @property
     def filled(self) -> float:
-        """Share of the places that hold a token and not padding."""
+        """Share of the positions that hold a token and not padding."""
         return (len(self.ids) - (len(self.starts) - 1)) / (self.per_epoch * self.seq_len)
 
     @property
@@ -112,7 +114,7 @@ class ChatRows:
     def fill(
         self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As Rows.fill; padding is the last segment of its row."""
+        """Write rows (see RowSource.fill); padding is the last segment of its row."""
         inputs[:], targets[:] = self.pad, IGNORE
         lengths, counts = list[int](), list[int]()
         for n in range(len(inputs)):
@@ -135,8 +137,8 @@ class ChatRows:
         return sum(int(self._learnt[self._order(epoch)[row]]) for epoch, row in places)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """The order of the rows in an epoch; the last one used is kept."""
-        kept: tuple[int, NDArray[np.int64]] | None = getattr(self, "_kept", None)
-        if kept is None or kept[0] != epoch:
-            kept = self._kept = (epoch, shuffled(self.per_epoch, self.seed, epoch, EPOCHS))
-        return kept[1]
+        """The order of the rows in an epoch; the last one used is cached."""
+        cached: tuple[int, NDArray[np.int64]] | None = getattr(self, "_kept", None)
+        if cached is None or cached[0] != epoch:
+            cached = self._kept = (epoch, shuffled(self.per_epoch, self.seed, epoch, EPOCHS))
+        return cached[1]

@@ -40,7 +40,8 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class _Template(Protocol):
-    """How another model writes conversations: models/template.py. `thoughts`: what it calls them, if it has a place."""
+    """Chat template of another model (models/template.py). `thoughts`: its name for reasoning, None if it has no
+    place for it."""
 
     thoughts: str | None
 
@@ -52,7 +53,7 @@ class _Template(Protocol):
 
 
 class Encoder(Protocol):
-    """What the renderer needs of a tokenizer (data/tokenizer/); one with a `template` renders by that."""
+    """The part of a tokenizer that the renderer needs (data/tokenizer/); one with a `template` renders by that."""
 
     @property
     def specials(self) -> dict[str, int]: ...
@@ -63,66 +64,67 @@ class Encoder(Protocol):
 
 
 class Rendered(NamedTuple):
-    """Tokens, and for each whether the assistant must produce it."""
+    """Token ids, and a mask: 1 where the assistant must produce the token."""
 
     ids: list[int]
     mask: list[int]
 
     def __add__(self, other: Rendered) -> Rendered:  # type: ignore[override]
-        """Both, in new lists. Of many the sum would copy the first for each of them: see `joined`."""
+        """Concatenate into new lists. For many parts use `joined`: a sum would copy the first part for each of them."""
         return Rendered(self.ids + other.ids, self.mask + other.mask)
 
 
 def joined(parts: Iterable[Rendered]) -> Rendered:
-    """All of them one after the other."""
-    whole = Rendered([], [])
+    """Concatenate all parts."""
+    result = Rendered([], [])
     for part in parts:
-        whole.ids.extend(part.ids)
-        whole.mask.extend(part.mask)
-    return whole
+        result.ids.extend(part.ids)
+        result.mask.extend(part.mask)
+    return result
 
 
 def thoughtless_line(count: int) -> str:
-    """What a log says of conversations, or pairs of them, that lost what the assistant thinks."""
+    """Format the log's note about conversations, or pairs of them, that lost their reasoning."""
     return f"; in {count} the reasoning_content is left out, for which the model has no place" if count else ""
 
 
 @dataclass
 class Counts:
-    """What became of the conversations: each is in `whole`, `split`, `unsupervised`, `empty`, `unwritten` or
-    `refused`."""
+    """Number of conversations that were rendered, split and left out. Each is in `whole`, `split`, `unsupervised`,
+    `empty`, `unwritten` or `refused`."""
 
     whole: int = 0  # fitted as they were
     split: int = 0  # too long: cut between exchanges into several pieces, or shortened
     unsupervised: int = 0  # hold no reply of the assistant, so there is nothing to learn from them
     empty: int = 0  # hold a reply without a word, from which a model learns to end at once: left out
-    thoughtless: int = 0  # of all these: lost what the assistant thinks, for which there is no place
-    pieces: int = 0  # rendered pieces handed on
+    thoughtless: int = 0  # of all these: lost their reasoning, for which the template has no place
+    pieces: int = 0  # rendered pieces
     cut_prompts: int = 0  # pieces whose prompt alone was too long: its beginning went
     cut_replies: int = 0  # pieces whose reply was too long: its end went
-    tokens: int = 0  # handed on
+    tokens: int = 0  # of the rendered pieces
     lost_tokens: int = 0  # of cut prompts and replies
     unwritten: int = 0  # call tools, for which the model's chat template has no form: left out
     refused: int = 0  # by the model's chat template: left out
-    why: str = ""  # the first of them: what it begins with, and what is wrong
+    why: str = ""  # the first refused one: its beginning and the error
 
     def refuse(self, messages: Sequence[Message], error: UserError) -> None:
-        """Count one that is refused. A template that refuses more than a few is not made for such data."""
+        """Count a conversation that the chat template refuses."""
         self.refused += 1
         begin = next((text for message in messages if (text := text_of(message["content"]).strip())), "")
         self.why = self.why or f"the one that begins {begin[:60]!r}: {error}"
 
     def check(self) -> None:
-        """More refused ones than a file may have of rows that cannot be read are an error."""
-        every = self.whole + self.split + self.unsupervised + self.empty + self.unwritten + self.refused
-        if self.refused and too_many(self.refused, every):
+        """Raise if more are refused than a file may have of rows that cannot be read: the template is not made for
+        such data."""
+        total = self.whole + self.split + self.unsupervised + self.empty + self.unwritten + self.refused
+        if self.refused and too_many(self.refused, total):
             raise UserError(
-                f"{self.refused} of {every} conversations are refused, first {self.why}; mend them, or take them out "
+                f"{self.refused} of {total} conversations are refused, first {self.why}; mend them, or take them out "
                 "of --data"
             )
 
     def line(self) -> str:
-        """One line for the log."""
+        """Format one line for the log."""
         empty = f", {self.empty} with an empty reply (left out)" if self.empty else ""
         unwritten = f", {self.unwritten} that call tools, for which the model's chat template has no form"
         refused = f", {self.refused} refused by the chat template (first {self.why})" if self.refused else ""
@@ -136,34 +138,34 @@ class Counts:
 
 def content_parts(content: str | Sequence[Part]) -> list[Part]:
     """Content as parts; neighbouring texts are one, empty texts are gone."""
-    given = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    raw_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts: list[Part] = []
-    for part in given:
+    for part in raw_parts:
         if part.get("type", "") not in SPAN_OF or not isinstance(part.get("text", ""), str):
             raise ValueError(f"a part needs a type of {', '.join(SPAN_OF)} and a text, not {part!r}")
-    for kind, group in itertools.groupby(given, lambda part: part["type"]):
+    for kind, group in itertools.groupby(raw_parts, lambda part: part["type"]):
         texts = [part.get("text", "") for part in group]
         if kind != "text":
             parts += [{"type": kind, "text": text} for text in texts]
-        elif whole := "".join(texts):
-            parts.append({"type": kind, "text": whole})
+        elif text := "".join(texts):
+            parts.append({"type": kind, "text": text})
     return parts
 
 
 def content_of(parts: Sequence[Part]) -> str | list[Part]:
-    """A plain string where a turn is only text."""
+    """Content as a plain string where a turn is only text, else as parts."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return list(parts)
 
 
 def text_of(content: str | Sequence[Part]) -> str:
-    """What the reader sees: the texts without tool calls and their results."""
+    """The texts that a reader sees, without tool calls and their results."""
     return "".join(part["text"] for part in content_parts(content) if part["type"] == "text")
 
 
 def canonical(messages: Sequence[Message]) -> Conversation:
-    """The same conversation in its one normal form: what `parse` gives back."""
+    """The conversation in its one normal form, which `parse_messages` gives back."""
     turns: list[tuple[str, list[Part]]] = []
     for message in messages:
         role = message.get("role")
@@ -185,50 +187,52 @@ def canonical(messages: Sequence[Message]) -> Conversation:
 
 
 def writable(tokenizer: Encoder, messages: Sequence[Message]) -> Sequence[Message]:
-    """The conversation without what the assistant thinks, unless the model's chat template has a place for it."""
+    """Drop the assistant's reasoning from a conversation, unless the model's chat template has a place for it."""
     template = template_of(tokenizer)
     return messages if (template and template.thoughts) or not has_thoughts(messages) else without_thoughts(messages)
 
 
 def has_thoughts(messages: Sequence[Message]) -> bool:
-    """Whether some part is of that type."""
+    """True if some part is reasoning."""
     lists = (message["content"] for message in messages if isinstance(message.get("content"), list))
     return any(part.get("type") == "thought" for content in lists for part in content)
 
 
 def without_thoughts(messages: Sequence[Message]) -> Conversation:
-    """The same without parts of that type."""
-    every = ((message, content_parts(message.get("content") or "")) for message in messages)
-    return [{**message, "content": [part for part in parts if part["type"] != "thought"]} for message, parts in every]
+    """Drop the parts that are reasoning."""
+    contents = ((message, content_parts(message.get("content") or "")) for message in messages)
+    return [
+        {**message, "content": [part for part in parts if part["type"] != "thought"]} for message, parts in contents
+    ]
 
 
 def spoken(tokenizer: Encoder, turns: Sequence[Message]) -> Conversation:
-    """Canonical messages as the tokenizer can write them: without tokens for the system (nanochat's has none), what it
-    says stands before the words of the next user, with a blank line between."""
+    """Fold system messages into the next user's, before its words and a blank line, if the tokenizer has no tokens
+    for the system (nanochat's has none)."""
     if "<|system_start|>" in tokenizer.specials:
         return list(turns)
     talk: Conversation = []
-    held: list[str] = []
+    system_texts: list[str] = []
     for turn in turns:
         if turn["role"] == "system":
-            held.append(text_of(turn["content"]))
+            system_texts.append(text_of(turn["content"]))
             continue
-        if held and turn["role"] == "user":
-            turn = {"role": "user", "content": "\n\n".join([*held, text_of(turn["content"])])}
-        elif held:
-            talk.append({"role": "user", "content": "\n\n".join(held)})
-        held = []
+        if system_texts and turn["role"] == "user":
+            turn = {"role": "user", "content": "\n\n".join([*system_texts, text_of(turn["content"])])}
+        elif system_texts:
+            talk.append({"role": "user", "content": "\n\n".join(system_texts)})
+        system_texts = []
         talk.append(turn)
-    return [*talk, {"role": "user", "content": "\n\n".join(held)}] if held else talk
+    return [*talk, {"role": "user", "content": "\n\n".join(system_texts)}] if system_texts else talk
 
 
 def render_turns(tokenizer: Encoder, turns: Sequence[Message]) -> Rendered:
-    """Canonical messages one after the other."""
+    """Render canonical messages one after the other."""
     return joined(render_message(tokenizer, message) for message in spoken(tokenizer, turns))
 
 
 def render_message(tokenizer: Encoder, message: Message) -> Rendered:
-    """One canonical message between its special tokens."""
+    """Render one canonical message between its special tokens."""
     special, role = tokenizer.specials, message["role"]
     if role != "assistant":
         text = tokenizer.encode(text_of(message["content"]))
@@ -240,23 +244,23 @@ def render_message(tokenizer: Encoder, message: Message) -> Rendered:
         if span:
             text = [special[f"<|{span}_start|>"], *text, special[f"<|{span}_end|>"]]
         ids += text
-        mask += [0 if span == "output" else 1] * len(text)  # the result comes from the tool, not from the model
+        mask += [0 if span == "output" else 1] * len(text)  # a result comes from the tool: nothing to learn
     return Rendered([*ids, special["<|assistant_end|>"]], [*mask, 1])
 
 
 def has_reply(messages: Sequence[Message]) -> bool:
-    """Whether there is something to learn: turns of the assistant, none of them empty."""
+    """True if there is something to learn: turns of the assistant, none of them empty."""
     return any(message["role"] in ("assistant", "tool") for message in messages) and not has_empty_reply(messages)
 
 
 def has_empty_reply(messages: Sequence[Message]) -> bool:
-    """Whether the assistant says and calls nothing in one of its turns."""
+    """True if the assistant says and calls nothing in one of its turns."""
     replies = (turn["content"] for turn in canonical(messages) if turn["role"] == "assistant")
     return any(not text_of(reply).strip() and not calls(reply) for reply in replies)
 
 
 def calls(content: str | Sequence[Part]) -> bool:
-    """Whether a turn holds a call or its result."""
+    """True if a turn holds a call or its result."""
     return any(part["type"] in ("tool", "output") for part in content_parts(content))
 
 
@@ -265,7 +269,7 @@ def template_of(tokenizer: Encoder) -> _Template | None:
 
 
 def render(tokenizer: Encoder, messages: Sequence[Message]) -> Rendered:
-    """A whole conversation, of any length."""
+    """Render a complete conversation, of any length."""
     messages = writable(tokenizer, messages)
     if template := template_of(tokenizer):
         return template.render(messages)
@@ -273,7 +277,7 @@ def render(tokenizer: Encoder, messages: Sequence[Message]) -> Rendered:
 
 
 def exchanges(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """The opening system messages, and the rest as exchanges that each begin where a user begins to speak."""
+    """Split into the opening system messages and exchanges that each begin where a user begins to speak."""
     turns = canonical(messages)
     opening = 0
     while opening < len(turns) and turns[opening]["role"] == "system":
@@ -288,8 +292,8 @@ def exchanges(messages: Sequence[Message]) -> tuple[list[Message], list[list[Mes
 
 
 def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
-    """How many of `count` things fit, where fewer of what fits fit too; 0 if not even one does. Asks about a few, none
-    of them more than twice what fits: so the answer costs no more however many there are."""
+    """Find the largest number of `count` things that fit, if fewer always fit too; 0 if not even one does. It
+    doubles, then bisects, so nothing much larger than the answer is ever tried."""
     good, bad = 0, count + 1
     while bad - good > 1:
         tried = min(max(1, 2 * good), (good + bad) // 2)
@@ -298,14 +302,14 @@ def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 
 
 def flat(groups: Iterable[Sequence[Message]]) -> list[Message]:
-    """The messages of several exchanges."""
+    """Flatten exchanges into messages."""
     return [message for group in groups for message in group]
 
 
 def render_prompt(
     tokenizer: Encoder, messages: Sequence[Message], limit: int | None = None, counts: Counts | None = None
 ) -> list[int]:
-    """The conversation so far, open for the assistant to speak.
+    """Render the conversation so far, open for the assistant to speak.
 
     Longer than `limit` tokens: the oldest exchanges go first, system message and last exchange stay; if that is still
     too long, the system message goes, then the beginning of what remains.
@@ -322,11 +326,11 @@ def render_prompt(
         raise ValueError(f"a prompt needs more than {limit} tokens")
 
     def lead(first: int) -> list[int]:
-        """One exchange behind the system message."""
+        """Token ids of one exchange after the system message."""
         return render_turns(tokenizer, [*system, *groups[first]]).ids if system else bodies[first]
 
     first, head, rest = 0, lead(0), sum(map(len, bodies[1:]))
-    whole = len(head) + rest
+    full_length = len(head) + rest
     while first < len(groups) - 1 and len(head) + rest > room:
         first += 1
         head, rest = lead(first), rest - len(bodies[first])
@@ -336,12 +340,15 @@ def render_prompt(
     if len(body) > room:
         body = shorten(body, room, special["<|user_start|>"])
     if counts is not None:
-        kept = len(body)
+        kept_tokens = len(body)
         counts.pieces += 1
-        counts.tokens += kept + 2
-        counts.whole, counts.split = counts.whole + (kept == whole), counts.split + (kept < whole)
-        counts.cut_prompts += kept < whole
-        counts.lost_tokens += whole - kept
+        counts.tokens += kept_tokens + 2
+        counts.whole, counts.split = (
+            counts.whole + (kept_tokens == full_length),
+            counts.split + (kept_tokens < full_length),
+        )
+        counts.cut_prompts += kept_tokens < full_length
+        counts.lost_tokens += full_length - kept_tokens
     return [special["<|bos|>"], *body, special["<|assistant_start|>"]]
 
 
@@ -351,7 +358,7 @@ def shorten(ids: list[int], room: int, start: int) -> list[int]:
 
 
 def render_pieces(tokenizer: Encoder, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
-    """Pieces of at most `limit` tokens, each with something to learn; what was done is added to `counts`.
+    """Render pieces of at most `limit` tokens, each with something to learn; `counts` records what was done.
 
     A conversation that is too long is cut between exchanges into pieces as long as possible, each opened by the system
     message. An exchange that is too long alone loses the system message, then the beginning of its prompt down to half
@@ -362,8 +369,8 @@ def render_pieces(tokenizer: Encoder, messages: Sequence[Message], limit: int, c
     if has_empty_reply(messages):
         counts.empty += 1
         return []
-    given, messages = messages, writable(tokenizer, messages)
-    counts.thoughtless += messages is not given
+    original, messages = messages, writable(tokenizer, messages)
+    counts.thoughtless += messages is not original
     if template := template_of(tokenizer):
         return template.pieces(messages, limit, counts)
     whole = render(tokenizer, messages)
@@ -382,7 +389,7 @@ def render_pieces(tokenizer: Encoder, messages: Sequence[Message], limit: int, c
 
 
 def split_long(tokenizer: Encoder, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
-    """The pieces of a conversation that is longer than `limit`."""
+    """Split a conversation that is longer than `limit` into pieces."""
     system, groups = exchanges(messages)
     bos = Rendered([tokenizer.specials["<|bos|>"]], [0])
     pieces: list[Rendered] = []
@@ -403,7 +410,7 @@ def split_long(tokenizer: Encoder, messages: Sequence[Message], limit: int, coun
 
 
 def cut(bos: Rendered, body: Rendered, limit: int, start: int, counts: Counts) -> Rendered:
-    """One exchange, made to fit: the beginning of its prompt goes, then the end of its reply."""
+    """Make one exchange fit: the beginning of its prompt goes, then the end of its reply."""
     room = limit - 1  # <|bos|>
     prompt = body.mask.index(1) if any(body.mask) else len(body.mask)  # tokens before the first supervised one
     reply = len(body.ids) - prompt
@@ -420,7 +427,7 @@ def cut(bos: Rendered, body: Rendered, limit: int, start: int, counts: Counts) -
 
 
 def parse_messages(tokenizer: Encoder, ids: Sequence[int]) -> Conversation:
-    """The messages of rendered tokens; an unfinished last turn is taken as far as it goes."""
+    """Parse rendered tokens back into messages; an unfinished last turn is taken as far as it goes."""
     names = {number: name for name, number in tokenizer.specials.items()}
     messages: Conversation = []
     role, begin = "", 0
@@ -437,7 +444,7 @@ def parse_messages(tokenizer: Encoder, ids: Sequence[int]) -> Conversation:
 
 
 def parse_content(tokenizer: Encoder, ids: Sequence[int]) -> str | list[Part]:
-    """The content of one turn, for instance of the tokens a model generated after a prompt."""
+    """Parse the content of one turn, for instance the tokens a model generated after a prompt."""
     special = tokenizer.specials
     opens = {special["<|tool_start|>"]: "tool", special["<|output_start|>"]: "output"}
     closes = {special["<|tool_end|>"], special["<|output_end|>"]}
@@ -459,7 +466,7 @@ def parse_content(tokenizer: Encoder, ids: Sequence[int]) -> str | list[Part]:
 def render_choice(
     question: str, choices: Sequence[str], letters: Sequence[str] | None = None, ask: str | None = None
 ) -> str:
-    """The user's text of a multiple-choice question; the answer is the bare letter. `ask` is the closing line.
+    """Format the user's text of a multiple-choice question; the answer is the bare letter. `ask` is the closing line.
 
     The letter follows its choice without a space: so it is the very token of the answer, and it is bound to the choice
     the model has just read. Small models need both.

@@ -1,7 +1,7 @@
-"""Downloads files for `ascendchat data fetch`: many ranges at once, resumed, verified, published whole.
+"""Download files for `ascendchat data fetch`: many ranges at once, resumed, verified, published complete.
 
-First what a received file should be (checksums, its first bytes, errors of the disk), then the downloads, then the file
-that is under way.
+In order: checks of a received file (checksums, its first bytes, errors of the disk), the downloader, and the part file
+of a download that is under way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def digests(path: Path, git: bool) -> tuple[int, str, str]:
     size = path.stat().st_size
     sha, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     with path.open("rb") as stream:
-        while piece := stream.read(PIECE):
+        while piece := stream.read(READ_BYTES):
             sha.update(piece)
             if git:
                 blob.update(piece)
@@ -41,7 +41,7 @@ MAGIC = {".gz": b"\x1f\x8b", ".zip": b"PK", ".xz": b"\xfd7zXZ", ".zst": b"\x28\x
 
 
 def not_data(path: Path, name: str) -> str:
-    """Why a file without a published checksum cannot be what its name says; "" when it can."""
+    """Reason why a file without a published checksum cannot be what its name says; "" when it can."""
     with path.open("rb") as stream:
         head = stream.read(512)
         stream.seek(max(0, path.stat().st_size - 4))
@@ -56,7 +56,7 @@ def not_data(path: Path, name: str) -> str:
 
 
 def disk_error(error: OSError, path: Path) -> Exception:
-    """A full or broken disk is the user's to mend; no other source will help."""
+    """Build the error of a full or broken disk, which the user must mend; no other source will help."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(
             f"the disk with {path.parent} is full; free some space (ascendchat clean), or choose another folder with "
@@ -65,16 +65,16 @@ def disk_error(error: OSError, path: Path) -> Exception:
     return UserError(f"cannot write {path}: {error.strerror or error}; check the folder, or choose one with --out")
 
 
-# The downloads of `ascendchat data fetch`: many files and ranges at once, resumed, verified, published whole.
+# The downloader of `ascendchat data fetch`: many files and ranges at once, resumed, verified, published complete.
 #
-#     download([Remote("a.parquet", url, bytes=n, sha256=h)], folder, web, workers=8, done=record_in_manifest)
+#     download([RemoteFile("a.parquet", url, bytes=n, sha256=h)], folder, web, workers=8, done=record_in_manifest)
 #
 # No server is trusted: ranges, lengths, validators and content are all checked. A file that is wrong is fetched again,
 # a limited number of times. A file gets its final name only after it was verified.
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteFile:
     """One file of a source. `sha256` and `git` (the SHA-1 of a git blob) come from the hub where it gives them."""
 
     name: str
@@ -94,15 +94,15 @@ class Restarted(Exception):
 
 
 def range_answer(text: str) -> tuple[int, int | None] | None:
-    """Content-Range: bytes 0-99/1000 -> (0, 1000); the total is None when the server does not say."""
+    """Parse Content-Range: bytes 0-99/1000 -> (0, 1000); the total is None when the server does not say."""
     match = re.fullmatch(r"bytes\s+(\d+)-(\d+)/(\d+|\*)", text.strip(), re.IGNORECASE)
     return (int(match[1]), None if match[3] == "*" else int(match[3])) if match else None
 
 
 class FileDownload:
-    """The state of one file. `lock` guards the part file; the downloader's condition guards everything else."""
+    """State of one file. `lock` guards the part file; the downloader's condition guards everything else."""
 
-    def __init__(self, remote: Remote, folder: Path) -> None:
+    def __init__(self, remote: RemoteFile, folder: Path) -> None:
         self.remote = remote
         self.part = PartFile(folder / remote.name)
         self.lock = threading.Lock()
@@ -119,7 +119,7 @@ class FileDownload:
 class Downloader:
     """Threads that take ranges of files until every file is published."""
 
-    def __init__(self, files: list[FileDownload], web: Web, done: Callable[[Remote, int, str, str], None]) -> None:
+    def __init__(self, files: list[FileDownload], web: Web, done: Callable[[RemoteFile, int, str, str], None]) -> None:
         self.files = files
         self.active = list(files)  # not yet published
         self.web = web
@@ -135,7 +135,7 @@ class Downloader:
         return sum(file.received for file in self.files)
 
     def work(self) -> None:
-        """One thread: take a range, fetch it, publish the file when it was the last one."""
+        """Run one thread: take a range, fetch it, publish the file when it was the last one."""
         try:
             while (task := self._next()) is not None:
                 file, generation, span = task
@@ -240,8 +240,8 @@ class Downloader:
                     if file.streaming:  # no ranges: only from the start again
                         file.received, position, crc = 0, 0, 0
                 failures, rounds = (1 if position > before else failures + 1), rounds + 1
-                most = self.policy.connect_attempts if error.unreachable else self.policy.attempts
-                if failures >= most or rounds >= 10 * most:
+                limit = self.policy.connect_attempts if error.unreachable else self.policy.attempts
+                if failures >= limit or rounds >= 10 * limit:
                     raise SourceFailed(f"{file.remote.name}: {error} (gave up after {rounds} attempts)") from None
                 self.web.wait(error.after or self.policy.delay(failures))
             if self.web.stopped.is_set():
@@ -260,7 +260,7 @@ class Downloader:
             self._opened(file, generation, [])
 
     def _stream(self, file: FileDownload, generation: int, start: int, end: int) -> Generator[bytes, None, None]:
-        """The bytes [start, end) (all of them when streaming), from one request."""
+        """Yield the bytes [start, end) (all of them when streaming), from one request."""
         headers = dict(file.remote.headers)
         if not file.streaming:
             headers["Range"] = f"bytes={start}-{end - 1}"
@@ -278,14 +278,14 @@ class Downloader:
                     yield piece
                 since += len(piece)
                 if left is not None and left < 0:
-                    return  # a longer body than asked for: the rest is not ours
+                    return  # a longer body than requested: the rest belongs to another range
                 if (passed := time.monotonic() - mark) > self.web.timeout:
-                    if since < self.policy.slowest * passed:
+                    if since < self.policy.min_rate * passed:
                         raise Retry(f"{file.remote.name}: only {since} bytes in {passed:.0f} s")
                     mark, since = time.monotonic(), 0
 
     def _accept(self, file: FileDownload, generation: int, response: Any, start: int) -> None:
-        """Decide from the headers whether this body is what was asked for. The lock is held meanwhile: a late response
+        """Decide from the headers if this body is what was asked for. The lock is held meanwhile: a late response
         to an abandoned generation must not decide about the new one."""
         with file.lock:
             if file.generation != generation or self.web.stopped.is_set():
@@ -297,21 +297,21 @@ class Downloader:
             self._opened(file, generation, file.pending)
 
     def _judge(self, file: FileDownload, response: Any, start: int) -> tuple[str, bool]:
-        """Under the file's lock: ("", False) to go on, or why to start anew, and whether without ranges."""
+        """Judge a response under the file's lock: ("", False) to go on, or (reason to start anew, without ranges)."""
         tag = version(response)
-        known = file.part.size if file.part.size is not None else file.remote.bytes
+        expected = file.part.size if file.part.size is not None else file.remote.bytes
         if file.part.tag and tag and tag != file.part.tag and file.trust_tag:
             return "it changed on the server", False
         if response.status_code == 416:
-            return "the server has fewer bytes than expected", known is None
+            return "the server has fewer bytes than expected", expected is None
         if response.status_code == 206 and file.streaming:
             raise Retry(f"{file.remote.name}: the server sent a part when asked for the whole file")
         if response.status_code == 206:
             answer = range_answer(response.headers.get("content-range", ""))
             if answer is None or answer[0] != start or answer[1] is None:
                 return "the server sends other ranges than asked for", True
-            if known is not None and answer[1] != known:
-                return f"the server has {answer[1]} bytes, expected {known}", False
+            if expected is not None and answer[1] != expected:
+                return f"the server has {answer[1]} bytes, expected {expected}", False
             if file.part.size is None:
                 self._learn(file, answer[1], tag)
             return "", False
@@ -325,7 +325,7 @@ class Downloader:
         return "", False
 
     def _learn(self, file: FileDownload, size: int, tag: str) -> None:
-        """The first answer: how large the file is, and under which validator."""
+        """Take size and validator from the first answer."""
         disk = os.statvfs(file.part.final.parent)
         if file.remote.bytes is None and size > disk.f_bavail * disk.f_frsize:
             raise disk_error(OSError(errno.ENOSPC, "too large"), file.part.path)
@@ -351,7 +351,7 @@ class Downloader:
         raise Restarted
 
     def settle(self) -> None:
-        """After a stop: wait until nobody writes or publishes any more."""
+        """Wait, after a stop, until no thread writes or publishes any more."""
         with self.change:
             while self.publishing:
                 self.change.wait(0.2)
@@ -361,20 +361,20 @@ class Downloader:
                 pass
 
     def _publish(self, file: FileDownload) -> None:
-        """Verify the whole file; record it, then give it its name. A wrong one is fetched again."""
-        remote, why = file.remote, ""
+        """Verify the complete file; record it, then give it its name. A wrong one is fetched again."""
+        remote, problem = file.remote, ""
         size, sha, git = digests(file.part.path, bool(remote.git))
         if remote.bytes is not None and size != remote.bytes:
-            why = f"{size} bytes, expected {remote.bytes}"
+            problem = f"{size} bytes, expected {remote.bytes}"
         elif remote.sha256 and sha != remote.sha256:
-            why = f"sha256 {sha[:12]}..., expected {remote.sha256[:12]}..."
+            problem = f"sha256 {sha[:12]}..., expected {remote.sha256[:12]}..."
         elif remote.git and git != remote.git:
-            why = f"git checksum {git[:12]}..., expected {remote.git[:12]}..."
+            problem = f"git checksum {git[:12]}..., expected {remote.git[:12]}..."
         elif not remote.digest:
-            why = not_data(file.part.path, remote.name)
-        if why:
+            problem = not_data(file.part.path, remote.name)
+        if problem:
             with contextlib.suppress(Restarted):
-                self._restart(file, file.generation, f"the file received is corrupt ({why})")
+                self._restart(file, file.generation, f"the file received is corrupt ({problem})")
             return
         # The manifest comes first, so that no file without a checksum is ever visible. Before it, the old file is
         # removed: a run killed between the two leaves no file, instead of an old file with a new checksum.
@@ -389,16 +389,17 @@ class Downloader:
 
 
 def download(
-    remotes: list[Remote],
+    remotes: list[RemoteFile],
     folder: Path,
     web: Web,
     *,
     workers: int,
-    done: Callable[[Remote, int, str, str], None],
+    done: Callable[[RemoteFile, int, str, str], None],
     show: Callable[[int, int], None],
 ) -> None:
-    """Bring all files into `folder`. `done(remote, bytes, sha256, tag)` records a verified file; `show(bytes, files)`
-    is called a few times a second from this thread. Raises SourceFailed (another source may help) or UserError."""
+    """Download all files into `folder`. `done(remote, bytes, sha256, tag)` records a verified file; `show(bytes,
+    files)` is called a few times a second from this thread. Raises SourceFailed (another source may help) or
+    UserError."""
     files = [FileDownload(remote, folder) for remote in remotes]
     downloader = Downloader(files, web, done)
     threads = [threading.Thread(target=downloader.work, daemon=True, name=f"fetch-{i}") for i in range(max(1, workers))]
@@ -424,13 +425,13 @@ def download(
         raise downloader.error
 
 
-# A file that is being downloaded: `NAME.part` holds the bytes, `NAME.part.part` says which of them can be trusted.
+# The part file of a download: `NAME.part` holds the bytes, `NAME.part.part` is the journal of verified ranges.
 #
 # Used by `ascendchat data fetch`. A range is written, flushed to disk, and only then named in the journal, so after
 # `kill -9` or a power cut the journal never claims bytes that are not there. Each line carries a CRC, which is compared
 # when the download is taken up again. The final name appears once, by rename, when everything has been verified.
 
-PIECE = 1 << 20  # bytes read at once
+READ_BYTES = 1 << 20  # read at once
 
 
 class PartFile:
@@ -455,17 +456,17 @@ class PartFile:
             head, ranges = {}, []
         self._data = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._log = os.open(self.journal, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        kept = [(start, end) for start, end, crc in ranges if self._crc(start, end) == crc]
-        if not kept:
+        intact = [(start, end) for start, end, crc in ranges if self._crc(start, end) == crc]
+        if not intact:
             self.reset()
             return
         self.size, self.tag = head["bytes"], head["tag"]
         os.ftruncate(self._data, self.size or 0)
-        if len(kept) != len(ranges):  # a wrong or torn line must not reach the next run either
-            self._rewrite(head, [r for r in ranges if (r[0], r[1]) in kept])
+        if len(intact) != len(ranges):  # a wrong or torn line must not reach the next run either
+            self._rewrite(head, [r for r in ranges if (r[0], r[1]) in intact])
         else:
             os.lseek(self._log, 0, os.SEEK_END)
-        self.ranges = kept
+        self.ranges = intact
 
     def _read_journal(self) -> tuple[dict, list[tuple[int, int, int]]]:
         try:
@@ -485,7 +486,7 @@ class PartFile:
     def _crc(self, start: int, end: int) -> int:
         crc = 0
         while start < end:
-            piece = os.pread(self._data, min(PIECE, end - start), start)
+            piece = os.pread(self._data, min(READ_BYTES, end - start), start)
             if not piece:
                 return -1
             crc = zlib.crc32(piece, crc)
@@ -493,7 +494,7 @@ class PartFile:
         return crc
 
     def begin(self, size: int | None, digest: str, url: str, tag: str) -> None:
-        """The server has answered: the size is known (None: only at the end), ranges can be journalled."""
+        """Start the journal after the server's answer: the size is known (None: only at the end)."""
         self.size, self.tag = size, tag
         if size is not None:
             os.ftruncate(self._data, size)
@@ -507,7 +508,7 @@ class PartFile:
         os.fsync(self._log)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all bytes and the journal's content."""
         self.ranges, self.size, self.tag = [], None, ""
         os.ftruncate(self._log, 0)
         os.lseek(self._log, 0, os.SEEK_SET)
@@ -520,17 +521,17 @@ class PartFile:
             view, offset = view[written:], offset + written
 
     def flush(self) -> None:
-        """Bytes on disk, before the journal names them."""
+        """Flush the bytes to disk, before the journal names them."""
         os.fsync(self._data)
 
     def commit(self, start: int, end: int, crc: int) -> None:
-        """Call after `flush`: from here on these bytes are never fetched again."""
+        """Journal a range, after `flush`: from here on these bytes are never fetched again."""
         os.write(self._log, f"{start} {end} {crc}\n".encode())
         os.fsync(self._log)
         self.ranges.append((start, end))
 
     def gaps(self, chunk: int) -> list[tuple[int, int]]:
-        """What is missing, in pieces of at most `chunk` bytes."""
+        """List the missing ranges, in pieces of at most `chunk` bytes."""
         assert self.size is not None
         missing, at = [], 0
         for start, end in [*sorted(self.ranges), (self.size, self.size)]:
@@ -549,7 +550,7 @@ class PartFile:
         self.journal.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """End without the file: what the journal names is kept for the next run, files that hold nothing else go."""
+        """Stop without the file: bytes in the journal stay for the next run, files that hold nothing are removed."""
         if self._data >= 0 and not self.ranges:
             self.path.unlink(missing_ok=True)
             self.journal.unlink(missing_ok=True)

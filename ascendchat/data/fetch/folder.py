@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ascendchat.data.fetch.download import PIECE, disk_error, not_data
+from ascendchat.data.fetch.download import READ_BYTES, disk_error, not_data
 from ascendchat.data.fetch.lock import notify
 from ascendchat.data.fetch.request import FetchRequest, matches
-from ascendchat.data.fetch.sources import ALSO, SETS, DataSet
+from ascendchat.data.fetch.sources import ALIASES, SETS, DataSet
 from ascendchat.data.read import files_in, may_be_data
 from ascendchat.data.verify import read_manifest, write_manifest
 from ascendchat.errors import UserError
@@ -28,10 +28,10 @@ from ascendchat.files import sha256
 
 
 def find_set_files(root: Path, dataset: DataSet, files: str) -> tuple[Path, list[str]]:
-    """Where the files of a set are below `root`, and their names from there."""
+    """Find the files of a set below `root`: (their folder, their names from there)."""
     if not root.is_dir():
         raise UserError(f"--source {root} is neither hf, modelscope, http nor a folder")
-    names = [dataset.name, *(other for other, name in ALSO.items() if name == dataset.name)]
+    names = [dataset.name, *(other for other, name in ALIASES.items() if name == dataset.name)]
     for name in names:
         for folder in (child for child in sorted(root.iterdir()) if child.is_dir()):
             if folder.name.lower() == name and (inside := _below(folder, files or "*")):
@@ -48,9 +48,9 @@ def find_set_files(root: Path, dataset: DataSet, files: str) -> tuple[Path, list
         repository = root / source.where.rpartition("/")[2]
         if repository.is_dir() and (inside := _below(repository, patterns or "*")):
             return repository, inside
-    whole = root.name.lower() in names or any(source.files == "*" for source in sources)
-    for wanted in (patterns, "*" if whole and not files else ""):
-        if inside := _below(root, wanted):
+    holds_set = root.name.lower() in names or any(source.files == "*" for source in sources)
+    for pattern in (patterns, "*" if holds_set and not files else ""):
+        if inside := _below(root, pattern):
             return root, inside
     raise UserError(
         f"{root} has no files of {dataset.name}: looked for a folder {dataset.name}/, for {dataset.name}.* and for "
@@ -59,19 +59,19 @@ def find_set_files(root: Path, dataset: DataSet, files: str) -> tuple[Path, list
 
 
 def validation_files(files: Sequence[Path]) -> set[Path]:
-    """Those of the files that the set which was fetched into their folder keeps for validation."""
+    """Select the files that the fetched set in their folder reserves for validation."""
     by_folder: dict[Path, list[Path]] = {}
     for file in files:
         by_folder.setdefault(file.parent, []).append(file)
-    found: set[Path] = set()
+    held_out: set[Path] = set()
     for folder, inside in by_folder.items():
         name = ""
         with contextlib.suppress(ValueError, OSError, AttributeError):  # a manifest of somebody else
             name = str(read_manifest(folder).get("set"))
         for dataset in SETS.values():
             if dataset.always and name in (dataset.name, *(s.where.replace("/", "--") for s in dataset.sources)):
-                found |= {file for file in inside if matches(file.name, dataset.always)}
-    return found
+                held_out |= {file for file in inside if matches(file.name, dataset.always)}
+    return held_out
 
 
 def _below(folder: Path, patterns: str) -> list[str]:
@@ -86,40 +86,44 @@ def _below(folder: Path, patterns: str) -> list[str]:
 def copy_from(root: Path, request: FetchRequest, folder: Path, manifest: dict[str, Any]) -> dict[str, str]:
     """Copy the files of a set from `root` into `folder` and verify them; returns names and checksums. A file that is
     there with the same content is not written again."""
-    where, names = find_set_files(root, request.dataset, request.files)
+    origin_folder, names = find_set_files(root, request.dataset, request.files)
     try:
-        known = read_manifest(where).get("files", {})
+        checksums = read_manifest(origin_folder).get("files", {})
     except ValueError as error:
-        raise UserError(f"{where / 'manifest.json'} is damaged: {error}; remove it to copy without checksums") from None
-    origin = f"folder:{where.resolve()}"
+        raise UserError(
+            f"{origin_folder / 'manifest.json'} is damaged: {error}; remove it to copy without checksums"
+        ) from None
+    origin = f"folder:{origin_folder.resolve()}"
     manifest["source"] = origin
     names = request.chosen(names, 0)
     for name in names:
         final, entry = folder / name, manifest["files"].get(name)
         final.parent.mkdir(parents=True, exist_ok=True)
-        in_place = final.exists() and final.samefile(where / name)  # the folder is the set itself
-        if not in_place and entry and _same(where / name, final, entry):
+        in_place = final.exists() and final.samefile(origin_folder / name)  # the folder is the set itself
+        if not in_place and entry and _same(origin_folder / name, final, entry):
             continue
-        size, sha = (final.stat().st_size, sha256(final)) if in_place else _copy(where / name, final)
-        expected = known.get(name, {}).get("sha256", "")
-        why = f"its sha256 is {sha[:12]}..., the manifest beside it says {expected[:12]}..." if sha != expected else ""
+        size, sha = (final.stat().st_size, sha256(final)) if in_place else _copy(origin_folder / name, final)
+        expected = checksums.get(name, {}).get("sha256", "")
+        problem = (
+            f"its sha256 is {sha[:12]}..., the manifest beside it says {expected[:12]}..." if sha != expected else ""
+        )
         if not expected:
-            why = not_data(final if in_place else _part(final), name)
-        if why:
+            problem = not_data(final if in_place else _part(final), name)
+        if problem:
             _part(final).unlink(missing_ok=True)
-            raise UserError(f"{where / name} is damaged: {why}; copy it again from where it came")
+            raise UserError(f"{origin_folder / name} is damaged: {problem}; copy it again from where it came")
         if not in_place:
             final.unlink(missing_ok=True)  # killed before the new one has its name, the next run finds none
         manifest["files"][name] = {"bytes": size, "sha256": sha, "from": origin, "tag": ""}
         write_manifest(folder, manifest)
         if not in_place:
             os.replace(_part(final), final)
-    notify(f"{request.dataset.name}: {len(names)} files from {where}")
+    notify(f"{request.dataset.name}: {len(names)} files from {origin_folder}")
     return {name: manifest["files"][name]["sha256"] for name in names}
 
 
 def _same(origin: Path, final: Path, entry: dict[str, Any]) -> bool:
-    """Whether both files hold what the manifest says of the second."""
+    """True if both files have the size and checksum in the manifest."""
     sizes = {path.stat().st_size if path.is_file() else -1 for path in (origin, final)}
     return sizes == {entry["bytes"]} and sha256(final) == sha256(origin) == entry["sha256"]
 
@@ -129,7 +133,7 @@ def _part(final: Path) -> Path:
 
 
 def _copy(origin: Path, final: Path) -> tuple[int, str]:
-    """Copy a file to FINAL.part; its size and sha256."""
+    """Copy a file to FINAL.part; returns its size and sha256."""
     part = _part(final)
     part.unlink(missing_ok=True)
     if origin.stat().st_size > shutil.disk_usage(final.parent).free:
@@ -137,7 +141,7 @@ def _copy(origin: Path, final: Path) -> tuple[int, str]:
     digest, count = hashlib.sha256(), 0
     try:
         with origin.open("rb") as source, part.open("wb") as target:
-            while piece := source.read(PIECE):
+            while piece := source.read(READ_BYTES):
                 digest.update(piece)
                 count += len(piece)
                 target.write(piece)

@@ -48,7 +48,7 @@ SECRET_VALUE = re.compile(r"(?:hf|gh[a-z]|sk|ms|xox[a-z])[_-][\w-]{8,}|eyJ[\w-]{
 
 
 def redact(text: str) -> str:
-    """The text with the secret parts of every URL in it replaced by ***."""
+    """Replace the secret parts of every URL in a text by ***."""
 
     def hide(match: re.Match[str]) -> str:
         name, value = unquote(match[1]), unquote(match[2])
@@ -62,11 +62,11 @@ def redact(text: str) -> str:
 
 
 def url_hash(url: str) -> str:
-    """8 hex digits that differ for different files: of the URL without user, password, signature and fragment."""
+    """8 hex digits that tell files apart: a hash of the URL without user, password, signature and fragment."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2].lower()
-    kept = [part for part in parts.query.split("&") if not PERMIT.fullmatch(unquote(part.partition("=")[0]))]
-    return hashlib.sha256("\n".join([parts.scheme.lower(), host, parts.path, *kept]).encode()).hexdigest()[:8]
+    parameters = [part for part in parts.query.split("&") if not PERMIT.fullmatch(unquote(part.partition("=")[0]))]
+    return hashlib.sha256("\n".join([parts.scheme.lower(), host, parts.path, *parameters]).encode()).hexdigest()[:8]
 
 
 # HTTP for `ascendchat data fetch`: one client, TLS always verified, proxies respected, errors with a remedy.
@@ -79,24 +79,24 @@ def url_hash(url: str) -> str:
 T = TypeVar("T")
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every URL, signatures and passwords included
 RETRY_STATUS = {408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524}
-LONGEST_WAIT = 300.0  # seconds: a server may ask for more with Retry-After; nobody waits an hour
+MAX_WAIT = 300.0  # seconds: a server may ask for more with Retry-After; nobody waits an hour
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How patient a download is. Times in seconds, sizes in bytes."""
+    """Timeouts, retries and sizes of a download. Times in seconds, sizes in bytes."""
 
-    chunk: int = 8 << 20  # lost at most once per connection when the process is killed
+    chunk: int = 8 << 20  # of a range; a killed process loses at most one per connection
     attempts: int = 6  # in a row without one new byte
-    connect_attempts: int = 3  # a host that cannot be reached: the next source is tried soon
+    connect_attempts: int = 3  # few, so that the next source is tried soon
     restarts: int = 3  # of one file whose content changed, or whose checksum was wrong
-    backoff: float = 0.5  # doubled each time, up to `backoff_most`, with jitter
-    backoff_most: float = 30.0
+    backoff: float = 0.5  # doubled each time, up to `max_backoff`, with jitter
+    max_backoff: float = 30.0
     timeout: float = 30.0  # without a byte; HF_HUB_DOWNLOAD_TIMEOUT wins
-    slowest: int = 512  # bytes per second over `timeout`: a slower connection is dropped
+    min_rate: int = 512  # bytes per second over `timeout`: a slower connection is dropped
 
     def delay(self, failures: int) -> float:
-        return min(self.backoff_most, self.backoff * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+        return min(self.max_backoff, self.backoff * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
 class SourceFailed(Exception):
@@ -107,7 +107,7 @@ class SourceFailed(Exception):
 
 
 class Retry(Exception):
-    """Worth another try; `after` is what the server asked us to wait, in seconds."""
+    """A failure worth another try, `after` so many seconds if the server asked for it."""
 
     def __init__(self, text: str, after: float = 0.0, unreachable: bool = False) -> None:
         super().__init__(redact(text))
@@ -126,7 +126,7 @@ def read_timeout(policy: Policy) -> float:
 
 @functools.lru_cache(maxsize=4)
 def _tls(*_: str) -> ssl.SSLContext:
-    """Trusted certificates; made once (reading them takes 0.1 s) for each value of the variables that choose them."""
+    """Load trusted certificates, once for each value of the variables that choose them: reading them takes 0.1 s."""
     import httpx
 
     return httpx.create_ssl_context()
@@ -174,11 +174,11 @@ class Web:
 
     def wait(self, seconds: float) -> None:
         """Sleep, but not past the end of the download."""
-        self.stopped.wait(min(seconds, LONGEST_WAIT))
+        self.stopped.wait(min(seconds, MAX_WAIT))
 
     @contextlib.contextmanager
     def get(self, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
-        """An open response with status 200, 206 or 416; everything else becomes Retry or SourceFailed."""
+        """Open a response with status 200, 206 or 416; everything else becomes Retry or SourceFailed."""
         import httpx
 
         if (pause := self._not_before - time.monotonic()) > 0:
@@ -207,7 +207,7 @@ class Web:
         if status in RETRY_STATUS:
             after = retry_after(response.headers.get("retry-after", ""))
             if after:
-                self._not_before = max(self._not_before, time.monotonic() + min(after, LONGEST_WAIT))
+                self._not_before = max(self._not_before, time.monotonic() + min(after, MAX_WAIT))
             raise Retry(where, after=after)
         if status in (401, 403):
             raise SourceFailed(
@@ -219,7 +219,7 @@ class Web:
         raise SourceFailed(where)
 
     def json(self, url: str, headers: dict[str, str] | None = None) -> tuple[Any, str]:
-        """A JSON document and the URL of its next page ("" when it is the last)."""
+        """Get a JSON document and the URL of its next page ("" when it is the last)."""
 
         def read(response: httpx.Response) -> tuple[Any, str]:
             response.read()
@@ -232,7 +232,7 @@ class Web:
             raise SourceFailed(f"{url} is not JSON: a login page or a proxy answered instead of the hub") from None
 
     def validator(self, url: str, headers: dict[str, str]) -> str:
-        """What the server says of the content's version, without the content: its ETag, else its time of change."""
+        """Get the validator of a URL without its content: the ETag, else the time of change."""
         return self._with_retries(url, {**headers, "Range": "bytes=0-0"}, version)
 
     def _with_retries(self, url: str, headers: dict[str, str], read: Callable[[httpx.Response], T]) -> T:
@@ -249,7 +249,7 @@ class Web:
 
 
 def version(response: Any) -> str:
-    """The validator of a response; "" when the server gives none."""
+    """Validator of a response; "" when the server gives none."""
     return str(response.headers.get("etag") or response.headers.get("last-modified") or "")
 
 

@@ -1,10 +1,11 @@
-"""One process downloads, the others wait and show its progress. Used by `ascendchat data fetch` and by every rank.
+"""Lock: one process downloads, the others wait and show its progress. Used by `ascendchat data fetch` and by every
+rank.
 
     with Lock(folder, "climbmix") as lock:      # lock.waited: another process had it first
         with DownloadProgress("climbmix", files=9, total=900_000_000, lock=lock) as progress:
             progress.show(done_bytes, done_files)
 
-The lock is `flock` on FOLDER/.lock: the kernel gives it up when its holder dies, so it is never stale.
+The lock is `flock` on FOLDER/.lock: the kernel releases it when its holder dies, so it is never stale.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from ascendchat.runs.console import clock, is_live
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-EVERY = 10.0  # seconds between two plain lines
+LOG_INTERVAL = 10.0  # seconds
 
 
 def quiet() -> bool:
-    """Ranks other than the first of a machine say nothing."""
+    """True on ranks other than the first of a machine, which print nothing."""
     return os.environ.get("LOCAL_RANK", "0") not in ("", "0")
 
 
@@ -41,7 +42,7 @@ def notify(text: str) -> None:
 
 
 def readable_size(count: float) -> str:
-    """1,234,567 -> 1.2 MiB."""
+    """Format bytes for people: 1,234,567 -> 1.2 MiB."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
@@ -49,7 +50,7 @@ def readable_size(count: float) -> str:
 
 
 class Lock:
-    """Held by the one process (or thread) that may write into a folder."""
+    """The right of one process (or thread) to write into a folder."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = folder / ".lock"
@@ -66,11 +67,11 @@ class Lock:
                 f"cannot write into {self.path.parent}: {error.strerror}; choose another folder with --out or "
                 "ASCENDCHAT_HOME"
             ) from None
-        said = time.monotonic() - EVERY + 2.0  # a short wait is not worth a line
+        last_notice = time.monotonic() - LOG_INTERVAL + 2.0  # a short wait is not worth a line
         while not self._take():
             self.waited = True
-            if time.monotonic() - said >= EVERY:
-                said = time.monotonic()
+            if time.monotonic() - last_notice >= LOG_INTERVAL:
+                last_notice = time.monotonic()
                 notify(f"{self.name}: another process is fetching it{self._progress()}; waiting")
             time.sleep(0.1)
         self.note("")
@@ -127,7 +128,8 @@ class DownloadProgress:
         return self
 
     def show(self, received: int, finished: int) -> None:
-        """Called a few times a second with the bytes received so far, those of earlier runs included."""
+        """Show the progress: called a few times a second with the bytes received so far, those of earlier runs
+        included."""
         now = time.monotonic()
         if self._first is None:
             self._first = received
@@ -140,7 +142,7 @@ class DownloadProgress:
         if self._bar is not None:
             task = self._bar.tasks[0].id
             self._bar.update(task, completed=received, description=f"{self.name} {finished}/{self.files}")
-        elif now - self._said >= EVERY:
+        elif now - self._said >= LOG_INTERVAL:
             self._said = now
             rate = (received - self._first) / (now - self._began)
             left = f", {clock((self.total - received) / rate)} left" if rate > 0 and self.total else ""

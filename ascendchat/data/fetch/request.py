@@ -1,6 +1,6 @@
-"""One request to `ascendchat data fetch`, and whether a folder has exactly what it asks for.
+"""One request to `ascendchat data fetch`, and the check that a folder has exactly the requested files.
 
-The manifest of a set keeps, for every request, the sha256 of each file that answered it:
+The manifest of a set stores, for every request, the sha256 of each file that answered it:
 {"requests": {'["gsm8k", "", null, "hf"]': {"main/train.parquet": "3f2a..."}}}. So files of another request, or files
 that another source has replaced since, are never taken for the answer to this one.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 from ascendchat.config.data import HUGGING_FACE, MIRROR
-from ascendchat.data.fetch.download import Remote
+from ascendchat.data.fetch.download import RemoteFile
 from ascendchat.data.fetch.http import SourceFailed, Web, redact
 from ascendchat.data.fetch.sources import SETS, DataSet, DataSource, find_set
 from ascendchat.errors import home
@@ -29,7 +29,7 @@ HUBS = ("hf", "modelscope", "http")
 
 @dataclass(frozen=True)
 class FetchRequest:
-    """What the caller asked for."""
+    """The arguments of one request."""
 
     word: str
     files: str
@@ -41,7 +41,7 @@ class FetchRequest:
 
     @property
     def folder(self) -> Path:
-        """Where its files are, or will be."""
+        """Folder in which its files are, or will be."""
         return Path(self.out or home() / "data").expanduser() / self.dataset.name
 
     @property
@@ -55,13 +55,13 @@ class FetchRequest:
 
     @property
     def patterns(self) -> str:
-        """Patterns of the files that were asked for; "" for those that the table of named sets gives."""
+        """Patterns of the requested files; "" for those that the table of named sets gives."""
         named = self.dataset.name in SETS or not self.dataset.sources
         return self.files or ("" if named else self.dataset.sources[0].files)
 
     @property
     def what(self) -> list[Any]:
-        """The part of the key that no choice of a source changes."""
+        """Part of the key that does not depend on the choice of a source."""
         name = self.dataset.name
         if self.dataset.sources and self.dataset.sources[0].hub != "http" and name not in SETS:
             name = ",".join(f"{source.hub}:{source.where}" for source in find_set(self.word).sources)
@@ -69,7 +69,7 @@ class FetchRequest:
 
     @property
     def key(self) -> str:
-        """The key under which the manifest remembers the files, so that the next call needs no network."""
+        """Key of the files in the manifest, so that the next call needs no network."""
         source = f"folder:{Path(self.source).expanduser().resolve()}" if self.from_folder else self.source
         return json.dumps([*self.what, source], ensure_ascii=False)
 
@@ -83,11 +83,11 @@ class FetchRequest:
 
     @property
     def mend(self) -> str:
-        """The command with its source: it brings exactly these files back."""
+        """The command with its source: it restores exactly these files."""
         return self.command + (f" --source {shlex.quote(self.source)}" if self.source else "")
 
     def chosen(self, names: list[str], by_default: int) -> list[str]:
-        """The first files, as many as were asked for, and the validation file whatever the number."""
+        """Select the first files, as many as were requested, and the validation file whatever the number."""
         return _first(names, self.shards if self.shards is not None else by_default, self.dataset.always)
 
     def answers(self, manifest: Mapping[str, Any]) -> Iterator[dict[str, str]]:
@@ -107,14 +107,16 @@ class FetchRequest:
         return {}
 
     def contained(self, manifest: Mapping[str, Any]) -> dict[str, str]:
-        """Files of an earlier, larger request in which this one is contained: `--shards 4` after `--shards 16`."""
+        """Files of an earlier, larger request that contains this one: `--shards 4` after `--shards 16`."""
         count = self.shards if self.shards is not None else (0 if self.files else self.dataset.shards)
         for key, files in manifest.get("requests", {}).items():
             name, patterns, shards, source = json.loads(key)
-            every = patterns not in ("", "*") or source.startswith("folder:")  # there, no number of shards means all
-            had = shards if shards is not None else (0 if every else self.dataset.shards)
-            same = patterns == self.patterns and (not had or 0 < count <= had)
-            if name != self.what[0] or self.source or not (same or (patterns in ("", "*") and not had)):
+            takes_all = patterns not in ("", "*") or source.startswith(
+                "folder:"
+            )  # there, no number of shards means all
+            earlier_shards = shards if shards is not None else (0 if takes_all else self.dataset.shards)
+            same = patterns == self.patterns and (not earlier_shards or 0 < count <= earlier_shards)
+            if name != self.what[0] or self.source or not (same or (patterns in ("", "*") and not earlier_shards)):
                 continue
             names = [name for name in files if same or matches(name, self.patterns or "*")]
             if chosen := _first(names, count, self.dataset.always):
@@ -125,12 +127,12 @@ class FetchRequest:
 def _first(names: list[str], count: int, always: str) -> list[str]:
     if not count:
         return names
-    kept = [name for name in names if always and matches(name, always)]
-    return [name for name in names if name not in kept][:count] + kept
+    always_fetched = [name for name in names if always and matches(name, always)]
+    return [name for name in names if name not in always_fetched][:count] + always_fetched
 
 
 def missing_files(folder: Path, files: Mapping[str, str], manifest: Mapping[str, Any]) -> list[str]:
-    """The files that are not in the folder, have another size, or have another checksum in the manifest."""
+    """List the files that are not in the folder, have another size, or have another checksum in the manifest."""
     entries = manifest.get("files", {})
     return [name for name, sha in files.items() if not sha or not _present(folder / name, entries.get(name), sha)]
 
@@ -139,7 +141,7 @@ def _present(path: Path, entry: Mapping[str, Any] | None, sha: str) -> bool:
     return bool(entry and entry["sha256"] == sha and path.is_file() and path.stat().st_size == entry["bytes"])
 
 
-# What a hub has of a data set: names, sizes and checksums. Used by `ascendchat data fetch`.
+# Listings of a hub: names, sizes and checksums of a data set's files. Used by `ascendchat data fetch`.
 #
 # Hugging Face: /api/datasets/REPO/revision/main pins a commit, /tree lists it in pages, /resolve serves the files.
 # ModelScope: /api/v1/datasets/REPO/repo/tree lists, /repo?FilePath= serves. HF_ENDPOINT, HF_TOKEN and
@@ -157,7 +159,7 @@ def hf_endpoints() -> list[str]:
 
 
 def hf_headers(endpoint: str) -> dict[str, str]:
-    """The token goes to the hub and to the endpoint the user chose, never to a mirror chosen by us."""
+    """Headers with the token, for the hub and the endpoint the user chose, never for a mirror chosen by us."""
     token = os.environ.get("HF_TOKEN", "").strip()
     if token and (endpoint == HUGGING_FACE or os.environ.get("HF_ENDPOINT")):
         return {"Authorization": f"Bearer {token}"}
@@ -170,7 +172,7 @@ def modelscope_endpoint() -> str:
 
 
 def endpoints(source: DataSource) -> list[str]:
-    """The servers that can be asked for a source, in order."""
+    """List the servers that can be asked for a source, in order."""
     if source.hub == "hf":
         return hf_endpoints()
     return [modelscope_endpoint()] if source.hub == "modelscope" else [""]
@@ -181,7 +183,7 @@ def matches(name: str, patterns: str) -> bool:
 
 
 def fixed_folder(patterns: str) -> str:
-    """The folder all patterns lie in ("sample/10BT/*.parquet" -> "sample/10BT"), so that only it is listed."""
+    """The folder that all patterns lie in ("sample/10BT/*.parquet" -> "sample/10BT"), so that only it is listed."""
     folders = set()
     for pattern in patterns.split(","):
         parts = pattern.strip().split("/")[:-1]
@@ -191,18 +193,18 @@ def fixed_folder(patterns: str) -> str:
 
 
 def safe(name: str) -> bool:
-    """A listing may not name a file outside the folder of the set, nor one of our own."""
+    """False for a file of our own; raises for a name outside the folder of the set."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not path.parts:
         raise SourceFailed(f"the hub lists a file with the unsafe name {name!r}")
     return name not in ("manifest.json", ".lock", ".gitattributes") and not name.endswith(".part")
 
 
-def remote_files(source: DataSource, endpoint: str, web: Web, files: str = "") -> list[Remote]:
-    """Every file of the source that matches, sorted by name."""
+def remote_files(source: DataSource, endpoint: str, web: Web, files: str = "") -> list[RemoteFile]:
+    """List every file of the source that matches, sorted by name."""
     patterns = files or source.files
     if source.hub == "http":
-        return [Remote(unquote(urlsplit(source.where).path.rsplit("/", 1)[-1]), source.where)]
+        return [RemoteFile(unquote(urlsplit(source.where).path.rsplit("/", 1)[-1]), source.where)]
     listed = (_hugging_face if source.hub == "hf" else _modelscope)(source, endpoint, web, patterns)
     matching = {remote.name: remote for remote in listed if safe(remote.name) and matches(remote.name, patterns)}
     if not matching:
@@ -210,7 +212,7 @@ def remote_files(source: DataSource, endpoint: str, web: Web, files: str = "") -
     return [matching[name] for name in sorted(matching)]
 
 
-def _hugging_face(source: DataSource, endpoint: str, web: Web, patterns: str) -> Iterator[Remote]:
+def _hugging_face(source: DataSource, endpoint: str, web: Web, patterns: str) -> Iterator[RemoteFile]:
     kind = "models" if source.model else "datasets"
     page = "" if source.model else "datasets/"
     headers = hf_headers(endpoint)
@@ -230,7 +232,7 @@ def _hugging_face(source: DataSource, endpoint: str, web: Web, patterns: str) ->
             if entry.get("type") != "file":
                 continue
             large = entry.get("lfs") or {}
-            yield Remote(
+            yield RemoteFile(
                 entry["path"],
                 f"{endpoint}/{page}{source.where}/resolve/{commit}/{quote(entry['path'])}",
                 bytes=int(large.get("size", entry["size"])),
@@ -240,7 +242,7 @@ def _hugging_face(source: DataSource, endpoint: str, web: Web, patterns: str) ->
             )
 
 
-def _modelscope(source: DataSource, endpoint: str, web: Web, patterns: str) -> Iterator[Remote]:
+def _modelscope(source: DataSource, endpoint: str, web: Web, patterns: str) -> Iterator[RemoteFile]:
     kind, verb = ("models", "files") if source.model else ("datasets", "tree")
     base = f"{endpoint}/api/v1/{kind}/{source.where}/repo"
     folders, seen = [fixed_folder(patterns)], set()
@@ -254,8 +256,8 @@ def _modelscope(source: DataSource, endpoint: str, web: Web, patterns: str) -> I
             answer, _ = web.json(f"{base}/{verb}?{urlencode(query)}")
             data = answer.get("Data") if isinstance(answer, dict) else None
             if not isinstance(data, dict):
-                said = answer.get("Message", "") if isinstance(answer, dict) else ""
-                raise SourceFailed(f"{endpoint} does not list {source.where}: {said or 'no such repository'}")
+                message = answer.get("Message", "") if isinstance(answer, dict) else ""
+                raise SourceFailed(f"{endpoint} does not list {source.where}: {message or 'no such repository'}")
             entries = data.get("Files") or []
             fresh = [e for e in entries if e["Path"] not in seen]
             for entry in fresh:
@@ -266,14 +268,14 @@ def _modelscope(source: DataSource, endpoint: str, web: Web, patterns: str) -> I
                 below.add(entry["Path"])
                 query = {"Source": "SDK", "Revision": "master", "FilePath": entry["Path"]}
                 sha = str(entry.get("Sha256") or "").lower()
-                yield Remote(
+                yield RemoteFile(
                     entry["Path"],
                     f"{base}?{urlencode(query)}",
                     bytes=int(entry["Size"]) if entry.get("Size") else None,
                     sha256=sha if re.fullmatch(r"[0-9a-f]{64}", sha) else "",
                 )
-            if len(entries) < PAGE or not fresh:  # models come in one page whatever is asked for
+            if len(entries) < PAGE or not fresh:  # models come in one page whatever page is requested
                 break
             number += 1
-        # Where the listing was not recursive, each folder is asked for by itself.
+        # Where the listing was not recursive, each folder is listed by itself.
         folders += [t for t in trees if not any(name.startswith(t + "/") for name in below)]

@@ -1,4 +1,4 @@
-"""The data sets that have a name (sets.yaml), and where each can be had; `ascendchat data fetch` lists them.
+"""The named data sets (sets.yaml), and the sources of each; `ascendchat data fetch` lists them.
 
 Sources are tried in order: Hugging Face (and its mirror), ModelScope, plain HTTP. Anything else is fetched as
 `OWNER/NAME` (a data set on a hub), `models/OWNER/NAME` (a model) or a URL.
@@ -28,21 +28,21 @@ class DataSource:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A named set. `shards` is how many files are fetched when nothing is asked for (0: all of them)."""
+    """A named set. `shards` is the number of files fetched by default (0: all of them)."""
 
     name: str
     use: str  # "pretrain", "chat", "eval" or "" for what the user named
     about: str
     sources: tuple[DataSource, ...]
     shards: int = 0
-    always: str = ""  # files fetched however few shards are asked for: the validation shard
-    size: float = 0.0  # GB to fetch, about; of one file where there are `shards`; 0: not known
-    tokens: float = 0.0  # millions, about; likewise
-    rows: int = 0  # of the training part
+    always: str = ""  # files fetched however few shards are requested: the validation shard
+    size: float = 0.0  # GB to fetch, roughly; of one file where there are `shards`; 0: unknown
+    tokens: float = 0.0  # millions, roughly; of one file where there are `shards`
+    rows: int = 0  # of the training split
 
 
 def read_sets(path: Path) -> dict[str, DataSet]:
-    """The table in sets.yaml."""
+    """Read the table in sets.yaml."""
     rows = load_yaml(path)
     for row in rows.values():
         row["sources"] = tuple(DataSource(*source) for source in row["sources"])
@@ -52,7 +52,7 @@ def read_sets(path: Path) -> dict[str, DataSet]:
 SETS = read_sets(Path(__file__).with_name("sets.yaml"))
 
 # Other names of a set: in folders that people share, and in older guides.
-ALSO = {
+ALIASES = {
     "eval_bundle": "core",
     "smol-smoltalk": "smoltalk",
     "climbmix-400b-shuffle": "climbmix",
@@ -62,18 +62,18 @@ ALSO = {
 
 
 def find_set(word: str, source: str = "") -> DataSet:
-    """A name, OWNER/NAME, models/OWNER/NAME or URL -> the set, cut down to `source` (hf, modelscope, http) if given."""
-    dataset = SETS.get(ALSO.get(word.lower(), word.lower())) or _unnamed(word)
+    """Find a set by name, OWNER/NAME, models/OWNER/NAME or URL, cut down to a `source` (hf, modelscope, http)."""
+    dataset = SETS.get(ALIASES.get(word.lower(), word.lower())) or _unnamed(word)
     if source not in ("hf", "modelscope", "http"):
         return dataset
-    kept = tuple(s for s in dataset.sources if s.hub == source)
-    if not kept:
-        has = ", ".join(dict.fromkeys(s.hub for s in dataset.sources))
+    sources = tuple(s for s in dataset.sources if s.hub == source)
+    if not sources:
+        hubs = ", ".join(dict.fromkeys(s.hub for s in dataset.sources))
         raise UserError(
-            f"{redact(word)} is not known on {source}; it is on: {has} (leave out --source to try them in order). A "
+            f"{redact(word)} is not known on {source}; it is on: {hubs} (leave out --source to try them in order). A "
             f"copy that you know there has its own name: ascendchat data fetch OWNER/NAME --source {source}"
         )
-    return replace(dataset, sources=kept)
+    return replace(dataset, sources=sources)
 
 
 def _unnamed(word: str) -> DataSet:
@@ -93,13 +93,13 @@ def _unnamed(word: str) -> DataSet:
 
 
 def _split(word: str) -> SplitResult:
-    """The parts of a URL; the error for a malformed one does not repeat it, for a password may be in the wrong part."""
+    """Split a URL; the error for a malformed one does not repeat it, for a password may be in the wrong part."""
     try:
         url = urlsplit(word)
-        whole = bool(url.hostname) and url.port != 0 and not re.search(r"[\s\x00-\x1f\x7f]", word)
+        complete = bool(url.hostname) and url.port != 0 and not re.search(r"[\s\x00-\x1f\x7f]", word)
     except ValueError:  # the port is not a number, or [ ] are not around an address
-        whole = False
-    if not whole:
+        complete = False
+    if not complete:
         raise UserError("the URL is malformed: it needs a host, and / @ : and blanks in a password as %2F %40 %3A %20")
     return url
 

@@ -1,1 +1,1 @@
-"""The tokenizer: learnt from text, kept in a folder."""
+"""The tokenizer: learnt from text, stored in a folder."""

@@ -1,4 +1,4 @@
-"""`ascendchat tokenizer train` and `ascendchat tokenizer eval`."""
+"""The commands `ascendchat tokenizer train` and `ascendchat tokenizer eval`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ascendchat.data.read import format_of, read_documents, source_files, unpack
-from ascendchat.data.tokenizer.learn import ENOUGH_BYTES, MAX_VOCAB, vocab_for
+from ascendchat.data.tokenizer.learn import MAX_COUNTED_BYTES, MAX_VOCAB, vocab_for
 from ascendchat.errors import UserError, home
 from ascendchat.files import check_folder
 
@@ -23,20 +23,21 @@ BATCH = 256  # documents encoded at once
 
 
 def mixed(streams: Sequence[Iterator[str]], weights: Sequence[float]) -> Iterator[str]:
-    """Documents of several sources, their UTF-8 bytes in the ratio of the weights; ends when one source is used up."""
-    taken = [0.0] * len(streams)
+    """Interleave the documents of several sources, their UTF-8 bytes in the ratio of the weights; ends when one
+    source is used up."""
+    byte_counts = [0.0] * len(streams)
     while True:
-        number = min(range(len(streams)), key=lambda i: taken[i] / weights[i])
+        number = min(range(len(streams)), key=lambda i: byte_counts[i] / weights[i])
         try:
             text = next(streams[number])
         except StopIteration:
             return
-        taken[number] += len(text.encode("utf-8", "replace"))
+        byte_counts[number] += len(text.encode("utf-8", "replace"))
         yield text
 
 
 def first_chars(texts: Iterable[str], limit: int | None) -> Iterator[str]:
-    """The first `limit` characters; the last document is cut."""
+    """Yield the first `limit` characters; the last document is cut."""
     left = sys.maxsize if limit is None else limit
     for text in texts:
         if left <= 0:
@@ -45,8 +46,8 @@ def first_chars(texts: Iterable[str], limit: int | None) -> Iterator[str]:
         left -= len(text)
 
 
-class _Meter:
-    """Counts what passes."""
+class _TextCounter:
+    """Passes texts through, and counts documents and characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts, self.documents, self.chars = texts, 0, 0
@@ -59,22 +60,23 @@ class _Meter:
 
 
 def count_bytes(texts: Iterable[str]) -> int:
-    """UTF-8 bytes of the texts; reads on only while they can change `vocab_for`."""
+    """Count the UTF-8 bytes of the texts; reads on only while they can change `vocab_for`."""
     count = 0
     for text in texts:
         count += len(text.encode())
-        if count >= ENOUGH_BYTES:
+        if count >= MAX_COUNTED_BYTES:
             break
     return count
 
 
 def embedded(sources: Sequence[str]) -> bool:
-    """Whether the sources mean the embedded corpus."""
+    """True if the sources mean the embedded corpus."""
     return not sources or list(sources) == ["toyworld"]
 
 
 def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None, out: Path) -> Iterator[str]:
-    """The training texts a command names, without what lies in `out`; without sources, the embedded corpus."""
+    """Yield the training texts that a command names, without what lies in `out`; without sources, the embedded
+    corpus."""
     if mix and (len(mix) != len(sources) or min(mix) <= 0):
         raise UserError(f"--mix needs one positive weight per source: {len(sources)} sources, {len(mix)} weights")
     if embedded(sources):
@@ -87,16 +89,16 @@ def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None
 
 
 def to_learn(sources: Sequence[str], out: Path) -> list[Path]:
-    """The files to learn from: not what lies in `out`, nor the validation file of a set that was fetched."""
-    from ascendchat.data.fetch.folder import validation_files  # nobody who only opens a tokenizer needs it
+    """List the files to learn from: not those in `out`, nor the validation file of a set that was fetched."""
+    from ascendchat.data.fetch.folder import validation_files  # slow to import, and only training needs it
 
     files = source_files(sources, [out])
-    held = validation_files(files) - {Path(source) for source in sources}
-    return [file for file in files if file not in held]
+    held_out = validation_files(files) - {Path(source) for source in sources}
+    return [file for file in files if file not in held_out]
 
 
 def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path) -> tuple[int, str]:
-    """Ids to learn, and the text they are for, in the words of the printed line; reads the text once to count it."""
+    """(ids to learn, their reason in the words of the printed line); reads the text once to count it."""
     if config.vocab_size is not None:
         return config.vocab_size, "from"
     if embedded(sources):
@@ -106,12 +108,12 @@ def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path)
         if not path.is_file():
             raise UserError(f"{path} is a pipe: its text cannot be counted before it is used; give --vocab-size N")
     count = count_bytes(texts)
-    amount = f"{count / 1e6:.1f}" if count < ENOUGH_BYTES else f"over {ENOUGH_BYTES // 10**6}"
+    amount = f"{count / 1e6:.1f}" if count < MAX_COUNTED_BYTES else f"over {MAX_COUNTED_BYTES // 10**6}"
     return vocab_for(count), f"for {amount} MB of text,"
 
 
 def train_command(config: TokenizerTrainConfig) -> int:
-    """Learn a vocabulary and write its folder."""
+    """Run `ascendchat tokenizer train`: learn a vocabulary and write its folder."""
     from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 
     sources = (*config.source, *config.paths)  # the order in which `--source A B` was written
@@ -119,7 +121,7 @@ def train_command(config: TokenizerTrainConfig) -> int:
     check_folder(out)
     started = time.monotonic()
     size, reason = chosen_size(config, sources, out)
-    meter = _Meter(texts_of(sources, config.mix, config.max_chars, out))
+    meter = _TextCounter(texts_of(sources, config.mix, config.max_chars, out))
     tokenizer = train_tokenizer(meter, size)
     if not meter.chars:
         raise UserError("the sources hold no text; give other files with --source")
@@ -137,7 +139,7 @@ def train_command(config: TokenizerTrainConfig) -> int:
 
 
 def _command(config: TokenizerTrainConfig, size: int, sources: Sequence[str], out: Path) -> str:
-    """What to type to make the same folder again; kept in its manifest."""
+    """The command that makes the folder again; stored in its manifest."""
     words = ["ascendchat", "tokenizer", "train", *(str(Path(source).absolute()) for source in sources)]
     words += ["--vocab-size", str(size), "--out", str(out.absolute())]
     if config.mix:
@@ -150,17 +152,18 @@ def _command(config: TokenizerTrainConfig, size: int, sources: Sequence[str], ou
 Count = Callable[[list[str]], int]  # texts -> number of tokens
 
 
-def other_tokenizer(given: str) -> tuple[str, int, Count]:
-    """`name=PATH` of a tokenizer.json (compressed or not) or its folder, or a name of the hub -> name, ids, counter."""
+def other_tokenizer(spec: str) -> tuple[str, int, Count]:
+    """Open `name=PATH` of a tokenizer.json (compressed or not) or its folder, or a name of the hub: (name, ids,
+    counter)."""
     from tokenizers import Tokenizer
 
-    name, equals, where = given.partition("=")
-    path = Path(where if equals else given)
+    name, equals, where = spec.partition("=")
+    path = Path(where if equals else spec)
     if path.is_dir():
-        inside = sorted(path.glob("tokenizer.json*"))
-        if not inside:
+        files = sorted(path.glob("tokenizer.json*"))
+        if not files:
             raise UserError(f"the folder {path} holds no tokenizer.json; name another one with --against NAME=PATH")
-        path = inside[0]
+        path = files[0]
     if path.is_file():
         name = name if equals else path.parent.name
         try:
@@ -172,10 +175,10 @@ def other_tokenizer(given: str) -> tuple[str, int, Count]:
         raise UserError(f"there is no file {path}; --against {name}=PATH needs a tokenizer.json or its folder")
     else:
         try:
-            other = Tokenizer.from_pretrained(HUB_NAMES.get(given.lower(), given))
+            other = Tokenizer.from_pretrained(HUB_NAMES.get(spec.lower(), spec))
         except Exception as error:  # noqa: BLE001 (as above; also every network error)
             short = " ".join(str(error).split())[:200]
-            raise UserError(f"cannot fetch {given} ({short}); give its file: --against {given}=PATH") from None
+            raise UserError(f"cannot fetch {spec} ({short}); give its file: --against {spec}=PATH") from None
     other.no_truncation()
     other.encode_special_tokens = True  # count look-alikes of special tokens as text, as we do
     return (
@@ -190,7 +193,7 @@ def _label(source: str) -> str:
 
 
 def bytes_per_token(sources: Sequence[str], counters: dict[str, Count], max_chars: int | None) -> list[dict[str, Any]]:
-    """For every source: documents, bytes, and the bytes per token of every tokenizer."""
+    """Measure every source: documents, bytes, and the bytes per token of every tokenizer."""
     rows = []
     for source in sources:
         size = count = 0
@@ -217,24 +220,24 @@ def bytes_per_token(sources: Sequence[str], counters: dict[str, Count], max_char
 
 
 def eval_command(config: TokenizerEvalConfig) -> int:
-    """Bytes per token on each source, beside other tokenizers."""
+    """Run `ascendchat tokenizer eval`: bytes per token on each source, beside other tokenizers."""
     from ascendchat.data.tokenizer.tokenizer import Tokenizer
 
     sources = (*config.source, *config.paths)  # the order in which `--source A B` was written
     if not sources:
         raise UserError("no text to measure; name files: ascendchat tokenizer eval FILE --against gpt2=PATH")
     folder = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
-    own = Tokenizer.load(folder)
-    sizes: dict[str, int] = {"ours": own.vocab_size}
-    counters: dict[str, Count] = {"ours": lambda texts: sum(map(len, own.encode_batch(texts)))}
-    for given in config.against:
-        name, size, counter = other_tokenizer(given)
+    tokenizer = Tokenizer.load(folder)
+    sizes: dict[str, int] = {"ours": tokenizer.vocab_size}
+    counters: dict[str, Count] = {"ours": lambda texts: sum(map(len, tokenizer.encode_batch(texts)))}
+    for spec in config.against:
+        name, size, counter = other_tokenizer(spec)
         if name in counters:
             raise UserError(f"two tokenizers are called {name}; name them apart: --against NAME=PATH,OTHER=PATH")
         sizes[name], counters[name] = size, counter
     rows = bytes_per_token(sources, counters, config.max_chars)
     if config.json:
-        result = {"tokenizer": str(folder), "fingerprint": own.fingerprint, "vocab_size": sizes, "sources": rows}
+        result = {"tokenizer": str(folder), "fingerprint": tokenizer.fingerprint, "vocab_size": sizes, "sources": rows}
         print(json.dumps(result, ensure_ascii=False))
     else:
         print("\n".join(_table(sizes, rows)))
@@ -242,7 +245,7 @@ def eval_command(config: TokenizerEvalConfig) -> int:
 
 
 def _table(sizes: dict[str, int], rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Tokenizers down, sources across: bytes per token, and ours as a share of the other's."""
+    """Format tokenizers down, sources across: bytes per token, and ours as a share of the other's."""
     labels = [_label(row["source"]) for row in rows]
     width = max(24, *(len(label) + 2 for label in labels))
     wide = max(12, *(len(name) + 2 for name in sizes))

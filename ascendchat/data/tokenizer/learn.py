@@ -1,4 +1,4 @@
-"""How many ids to learn, and the merges of byte-level BPE: rustbpe, or Hugging Face tokenizers without its wheel.
+"""Vocabulary size, and the merges of byte-level BPE: rustbpe, or Hugging Face tokenizers where its wheel is missing.
 
 Used by `ascendchat tokenizer train`.
 """
@@ -15,8 +15,8 @@ import regex
 from ascendchat.data.tokenizer.storage import byte_letters
 
 Merge = tuple[int, int]
-LEAST_VOCAB, MAX_VOCAB = 1024, 32768
-ENOUGH_BYTES = MAX_VOCAB**2 // 2  # text from which `vocab_for` gives MAX_VOCAB: 2**29
+MIN_VOCAB, MAX_VOCAB = 1024, 32768
+MAX_COUNTED_BYTES = MAX_VOCAB**2 // 2  # 2**29: with more text `vocab_for` gives MAX_VOCAB anyhow
 
 
 def vocab_for(text_bytes: int) -> int:
@@ -27,11 +27,11 @@ def vocab_for(text_bytes: int) -> int:
     4,096 ids 1.5006, 8,192 ids 1.5230, 16,384 ids 1.5663, 32,768 ids 1.6419.
     """
     nearest = 2 ** (text_bytes.bit_length() // 2)  # 2**k for 2**(2k-1) <= text_bytes < 2**(2k+1), without rounding
-    return min(max(nearest, LEAST_VOCAB), MAX_VOCAB)
+    return min(max(nearest, MIN_VOCAB), MAX_VOCAB)
 
 
 def learn(texts: Iterable[str], size: int, pattern: str) -> list[Merge]:
-    """At most `size` - 256 merges, each a pair of ids; merge number k makes id 256 + k."""
+    """Learn at most `size` - 256 merges, each a pair of ids; merge number k makes id 256 + k."""
     texts = (piece for text in texts for piece in segments(text))
     try:
         import rustbpe
@@ -48,7 +48,7 @@ def learn(texts: Iterable[str], size: int, pattern: str) -> list[Merge]:
 
 
 def learn_with_tokenizers(texts: Iterable[str], size: int, pattern: str) -> list[Merge]:
-    """The same by the `tokenizers` library."""
+    """Learn the merges with the `tokenizers` library."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -73,7 +73,8 @@ def learn_with_tokenizers(texts: Iterable[str], size: int, pattern: str) -> list
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[Merge]:
-    """Tokens with their ranks -> the pair each was merged from: what BPE makes of its bytes just before it existed."""
+    """Derive the merges from tokens with ranks: each merges the two parts that BPE made of its bytes just before it
+    existed."""
     ids: dict[bytes, int] = {bytes([value]): value for value in range(256)}
     merges: list[Merge] = []
     for token in sorted((t for t in ranks if len(t) > 1), key=ranks.__getitem__):
@@ -88,7 +89,8 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[Merge]:
 
 
 def _encode(token: bytes, ids: Mapping[bytes, int]) -> list[bytes]:
-    """Plain BPE: merge the leftmost pair of lowest id until nothing merges. Tokens are short, so squares are fine."""
+    """Plain BPE: merge the leftmost pair of lowest id until nothing merges. Tokens are short, so quadratic time is
+    fine."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 1:
         merges = [(ids[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ids]
@@ -99,7 +101,7 @@ def _encode(token: bytes, ids: Mapping[bytes, int]) -> list[bytes]:
     return parts
 
 
-# How text is cut into pieces before BPE; no token crosses a cut. Used by `ascendchat tokenizer train`.
+# The pattern that cuts text into pieces before BPE; no token crosses a cut. Used by `ascendchat tokenizer train`.
 #
 # One expression, read alike by the engines of rustbpe and tiktoken (Rust's fancy-regex) and of Hugging Face tokenizers
 # (Oniguruma): no look-behind, no case-folding, no possessive counts, no class arithmetic. Characters are written
@@ -123,7 +125,7 @@ def _encode(token: bytes, ids: Mapping[bytes, int]) -> list[bytes]:
 
 # Radicals, 々, 〇, numerals, extension A, unified, compatibility, and the two planes kept for Han (now and in future).
 HAN = "\u2e80-\u2fdf\u3005\u3007\u3021-\u3029\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-# Letters and combining marks of every other script; written as what they are not, which every engine understands.
+# Letters and combining marks of every other script; written as a negated class, which every engine understands.
 LETTER = rf"[^\s\p{{N}}\p{{P}}\p{{S}}\p{{C}}{HAN}]"
 
 PATTERN = "|".join(
@@ -143,29 +145,29 @@ PATTERN = "|".join(
 # time to learn from a word grows with the square of its length, so longer runs are cut here. Text without such a
 # run, which is nearly every text, keeps its ids. Past a cut they may differ from those of Hugging Face tokenizers,
 # which cut nothing.
-LONGEST_RUN = 2048  # characters
+MAX_RUN = 2048  # characters
 RUNS = [regex.compile(rf"{kind}+") for kind in (r"[\s\x1c-\x1f\x85]", LETTER, r"[^\s\p{L}\p{N}]")]
 RUNS_BACKWARDS = [regex.compile(rf"(?r){kind.pattern}") for kind in RUNS]  # the same, read backwards
 
 
 def segments(text: str) -> list[str]:
-    """The text in pieces that together are the text, cut only inside runs of more than LONGEST_RUN characters."""
-    pieces, begin, at = [], 0, LONGEST_RUN  # a run that is too long has a character at a multiple of LONGEST_RUN
+    """Split a text into pieces, only inside runs of more than MAX_RUN characters."""
+    pieces, begin, at = [], 0, MAX_RUN  # a run that is too long has a character at a multiple of MAX_RUN
     while at < len(text):
         first, last = max(
             (_run(text, at, begin, *kind) for kind in zip(RUNS, RUNS_BACKWARDS)), key=lambda run: run[1] - run[0]
         )
-        for cut in range(first + LONGEST_RUN, last, LONGEST_RUN):
+        for cut in range(first + MAX_RUN, last, MAX_RUN):
             pieces.append(text[begin:cut])
             begin = cut
-        at = (last // LONGEST_RUN + 1) * LONGEST_RUN if last > at else at + LONGEST_RUN
+        at = (last // MAX_RUN + 1) * MAX_RUN if last > at else at + MAX_RUN
     return [*pieces, text[begin:]]
 
 
 def _run(text: str, at: int, begin: int, kind: regex.Pattern[str], before: regex.Pattern[str]) -> tuple[int, int]:
-    """First and last character (exclusive) of the run of this kind around a place; (at, at) when there is none."""
+    """First and last character (exclusive) of the run of this kind around a position; (at, at) when there is none."""
     after = kind.match(text, at)
     if after is None:
         return at, at
-    ahead = before.match(text, begin, at)
-    return ahead.start() if ahead else at, after.end()
+    start = before.match(text, begin, at)
+    return start.start() if start else at, after.end()

@@ -1,7 +1,7 @@
-"""The folder of a tokenizer: what `ascendchat tokenizer train --out DIR` writes and everything else reads.
+"""The folder of a tokenizer, written by `ascendchat tokenizer train --out DIR`.
 
 bpe.json               ours: pattern, merges as pairs of ids, special tokens, fingerprint
-tokenizer.json         the same for Hugging Face tokenizers, transformers and vLLM: equal ids (see LONGEST_RUN)
+tokenizer.json         the same for Hugging Face tokenizers, transformers and vLLM: equal ids (see MAX_RUN)
 tokenizer_config.json  names of the special tokens and the chat template
 manifest.json          size and sha256 of each, and the command that mends the folder; written last
 """
@@ -62,8 +62,8 @@ CHAT_TEMPLATE = """\
 """
 
 
-# Before it, for tokenizers without tokens for the system: what that says is put before the words of the next user.
-SPOKEN = """\
+# Prefix of the template for tokenizers without tokens for the system, whose text goes before the next user's words.
+FOLD_SYSTEM = """\
 {%- set talk = namespace(turns=[], held='') -%}
 {%- for message in messages -%}
 {%- if message.content is string -%}{%- set text = message.content -%}
@@ -85,15 +85,15 @@ SPOKEN = """\
 
 
 def chat_template(specials: Mapping[str, int]) -> str:
-    """Of a tokenizer that has these."""
+    """The Jinja chat template for a tokenizer with these special tokens."""
     if "<|system_start|>" in specials:
         return CHAT_TEMPLATE
-    return SPOKEN + CHAT_TEMPLATE.replace("for message in messages", "for message in talk.turns")
+    return FOLD_SYSTEM + CHAT_TEMPLATE.replace("for message in messages", "for message in talk.turns")
 
 
 @functools.cache
 def byte_letters() -> list[str]:
-    """The printable letter by which byte-level vocabularies in JSON write each byte: itself, or one above U+0100."""
+    """The printable letter of each byte in byte-level vocabularies in JSON: itself, or one above U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = iter(range(0x100, 0x200))
     return [chr(value) if value in printable else chr(next(hidden)) for value in range(256)]
@@ -102,7 +102,7 @@ def byte_letters() -> list[str]:
 def hf_tokenizer(
     pattern: str, merges: Sequence[tuple[int, int]], tokens: Sequence[bytes], specials: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The content of tokenizer.json. `ignore_merges`: a piece that is a token is that token, as in tiktoken."""
+    """Build the content of tokenizer.json. `ignore_merges`: a piece that is a token is that token, as in tiktoken."""
     letters = byte_letters()
     words = ["".join(letters[value] for value in token) for token in tokens]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -133,7 +133,7 @@ def hf_tokenizer(
 
 
 def hf_config(specials: Mapping[str, int]) -> dict[str, Any]:
-    """The content of tokenizer_config.json."""
+    """Build the content of tokenizer_config.json."""
     pad = "<|pad|>" if "<|pad|>" in specials else "<|bos|>"
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -184,7 +184,7 @@ def damaged(folder: Path, name: str, why: str) -> str:
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """The content of bpe.json, after every file of the folder was compared with the manifest."""
+    """Read bpe.json, after comparing every file of the folder with the manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         entries = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}

@@ -8,7 +8,7 @@
     tokenizer.decode(ids)
 
 Ids: 0-255 are the bytes, then one id per merge in the order they were learned, then the special tokens. learn.py
-says how text is split, learn.py how many ids and learns them, storage.py reads and writes the folder.
+splits text and learns merges, storage.py reads and writes the folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import tiktoken
 
 from ascendchat.data.tokenizer import storage
-from ascendchat.data.tokenizer.learn import LONGEST_RUN, MAX_VOCAB, PATTERN, learn, segments, vocab_for
+from ascendchat.data.tokenizer.learn import MAX_RUN, MAX_VOCAB, PATTERN, learn, segments, vocab_for
 from ascendchat.errors import UserError
 
 __all__ = ["PATTERN", "SPECIALS", "Tokenizer", "train_tokenizer", "vocab_for"]
@@ -49,10 +49,10 @@ BYTES = 256
 
 
 class Tokenizer:
-    """Text <-> ids. Made by `train` or `Tokenizer.load`; models/tokenizer.py gives those of other models this
+    """Text <-> ids. Made by `train_tokenizer` or `Tokenizer.load`; models/tokenizer.py gives those of other models this
     interface."""
 
-    stops: tuple[int, ...]  # what ends an answer
+    stops: tuple[int, ...]  # stop tokens of an answer
     template: Any = (
         None  # how another model writes conversations (models/template.py); None: as data/chat/template.py does
     )
@@ -68,8 +68,8 @@ class Tokenizer:
             self.tokens.append(self.tokens[left] + self.tokens[right])
         self.specials = {name: len(self.tokens) + number for number, name in enumerate(specials)}
         self.bos = self.specials["<|bos|>"]
-        self.opening: tuple[int, ...] = (self.bos,)  # what stands before a text that a model is to continue
-        self.pad = self.specials.get("<|pad|>", self.bos)  # nobody sees what stands there
+        self.opening: tuple[int, ...] = (self.bos,)  # before a text that a model is to continue
+        self.pad = self.specials.get("<|pad|>", self.bos)  # any id would do: padding is masked
         self.stops = tuple(self.specials[name] for name in ("<|assistant_end|>", "<|bos|>") if name in self.specials)
         self.vocab_size = len(self.tokens) + len(self.specials)
         parts = json.dumps([pattern, self.merges, list(specials)], ensure_ascii=False, separators=(",", ":"))
@@ -83,12 +83,13 @@ class Tokenizer:
         )
 
     def thinking(self, enable: bool | None) -> Tokenizer:
-        """The one that writes conversations for answers that begin by thinking, or do not. Our own models do not."""
+        """Return the tokenizer whose prompts make answers begin by reasoning, or not. Our own models do not reason:
+        self."""
         return self
 
     def encode(self, text: str) -> list[int]:
-        """Plain text to ids; what looks like a special token is ordinary text."""
-        if len(text) <= LONGEST_RUN:
+        """Encode plain text; what looks like a special token is ordinary text."""
+        if len(text) <= MAX_RUN:
             return self._encoding.encode_ordinary(text)
         return [number for piece in segments(text) for number in self._encoding.encode_ordinary(piece)]
 
@@ -99,15 +100,15 @@ class Tokenizer:
         return [list(chain.from_iterable(islice(rows, len(each)))) for each in pieces]
 
     def byte_id(self, value: int) -> int:
-        """The token of a single byte."""
+        """Id of a single byte."""
         return value
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The exact bytes; special tokens are written by their names."""
-        return self._encoding.decode_bytes(_whole(ids))
+        """Decode to the exact bytes; special tokens are written by their names."""
+        return self._encoding.decode_bytes(_as_ints(ids))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; bytes that are no UTF-8 (a character cut in the middle) become U+FFFD."""
+        """Decode to text; bytes that are no UTF-8 (a character cut in the middle) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     @functools.cached_property
@@ -122,11 +123,11 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Bytes of the longest id: so many characters a token stands for at most."""
+        """Bytes of the longest id: a token stands for at most so many characters."""
         return max(map(len, self.tokens))
 
     def save(self, folder: Path | str, command: str = "") -> None:
-        """Write bpe.json, the Hugging Face files and manifest.json, which keeps the command that made it."""
+        """Write bpe.json, the Hugging Face files and manifest.json, which stores the command that made it."""
         own = {
             "fingerprint": self.fingerprint,
             "vocab_size": self.vocab_size,
@@ -155,13 +156,13 @@ class Tokenizer:
         return Tokenizer, (self.merges, self.pattern, tuple(self.specials))  # to worker processes; never to disk
 
 
-def _whole(ids: Iterable[int]) -> list[int]:
+def _as_ints(ids: Iterable[int]) -> list[int]:
     return [int(number) for number in ids]  # also numpy and torch integers
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = MAX_VOCAB) -> Tokenizer:
     """Learn a vocabulary of `vocab_size` ids, specials included; fewer when the texts hold no more repeated pairs."""
-    least = BYTES + len(SPECIALS)
-    if vocab_size < least:
-        raise UserError(f"--vocab-size {vocab_size} is too small; {least} ids are the bytes and the special tokens")
+    minimum = BYTES + len(SPECIALS)
+    if vocab_size < minimum:
+        raise UserError(f"--vocab-size {vocab_size} is too small; {minimum} ids are the bytes and the special tokens")
     return Tokenizer(learn(texts, vocab_size - len(SPECIALS), PATTERN))

@@ -7,19 +7,29 @@
     toyworld.questions("test")                       # questions that training never saw; toyworld.correct(q, reply)
     toyworld.problems("train")                       # word problems of two steps, for RL
 
-`ascendchat speedrun --recipe tiny-cpu` trains on it and is examined on it. Everything follows from a seed.
+`ascendchat speedrun --recipe tiny-cpu` trains on it and is evaluated on it. Everything follows from a seed.
 
-What training never sees: the pretraining text tells all facts, but training never asks for a fifth of them, asks for
-two fifths in one language only, and for the rest in all wordings but one per language (world.asking_split). Numbers,
+Held-out questions: the pretraining text tells all facts, but training never asks for a fifth of them, asks for two
+fifths in one language only, and for the rest in all wordings but one per language (world.asking_split). Numbers,
 word lists, strangers' names and the pairs of a person and an unknown thing are given to the splits by a hash.
 """
 
 from __future__ import annotations
 
-from ascendchat.data.toyworld.ask import Question, correct
-from ascendchat.data.toyworld.talk import TOPICS, chats, problems, questions, texts
+from ascendchat.data.toyworld.ask import ToyQuestion, correct
+from ascendchat.data.toyworld.conversations import TOPICS, chats, problems, questions, texts
 from ascendchat.data.toyworld.texts import ASSISTANT_NAME, documents
 from ascendchat.data.toyworld.world import LANGUAGES
 
-__all__ = ["ASSISTANT_NAME", "LANGUAGES", "TOPICS", "Question"]
-__all__ += ["chats", "correct", "documents", "problems", "questions", "texts"]
+__all__ = [
+    "ASSISTANT_NAME",
+    "LANGUAGES",
+    "TOPICS",
+    "ToyQuestion",
+    "chats",
+    "correct",
+    "documents",
+    "problems",
+    "questions",
+    "texts",
+]

@@ -1,6 +1,6 @@
 """Questions about the toy world: its facts, what it does not contain, who the assistant is, multiple choice.
 
-Every generator yields the questions of one split and topic in a fixed order; `talk.py` draws conversations from them.
+Every generator yields the questions of one split and topic in a fixed order; conversations.py draws from them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from ascendchat.data.toyworld.world import (
 )
 
 KNOWS_NOT = ("do not know", "don't know", "不知道")
-# Training meets a fact with many wrong values and many orders of the choices: letters cannot be learnt by heart, they
-# must be worked out.
+# Training sees a fact with many wrong values and many orders of the choices, so that letters cannot be memorised.
 VARIANTS = {"train": 12, "validation": 1, "test": 1}
 
 
 @dataclass(frozen=True)
-class Question:
-    """One thing to ask, and how to tell a correct reply."""
+class ToyQuestion:
+    """One question, and the rule by which a reply is judged."""
 
     text: str  # what the user says
     reply: str | tuple[tuple[str, str], ...]  # the model answer: text, or (type, text) parts with a tool call
@@ -72,18 +71,18 @@ class Question:
         return [{"type": kind, "text": text} for kind, text in self.reply]
 
 
-def says_words(reply: str, wanted: str) -> bool:
-    """Whether the reply contains the words, not as a part of longer words or numbers."""
-    pattern = re.escape(wanted.lower())
-    if re.match(r"[a-z0-9]", wanted.lower()):
+def says_words(reply: str, words: str) -> bool:
+    """True if the reply contains the words, not as a part of longer words or numbers."""
+    pattern = re.escape(words.lower())
+    if re.match(r"[a-z0-9]", words.lower()):
         pattern = rf"(?<![a-z0-9]){pattern}"
-    if re.search(r"[a-z0-9]$", wanted.lower()):
+    if re.search(r"[a-z0-9]$", words.lower()):
         pattern = rf"{pattern}(?![a-z0-9])"
     return re.search(pattern, reply.lower()) is not None
 
 
-def correct(question: Question, reply: str) -> bool:
-    """Whether the visible text of a reply answers the question.
+def correct(question: ToyQuestion, reply: str) -> bool:
+    """True if the visible text of a reply answers the question.
 
     says: it contains an accepted answer and none of the wrong ones, and does not say "I do not know". exact: it is an
     accepted answer; case, spaces and the full stop do not count. ends: it ends with an accepted answer. number: its
@@ -110,24 +109,26 @@ def bare(value: Bilingual, language: str) -> str:
     return re.sub(r"^(a|an|the) ", "", value[language]) if language == "en" else value[language]
 
 
-def fact_questions(world: ToyWorld, split: str) -> Iterator[Question]:
-    """Every fact in every language and phrasing that belongs to the split."""
+def fact_questions(world: ToyWorld, split: str) -> Iterator[ToyQuestion]:
+    """Ask for every fact in every language and wording that belongs to the split."""
     for fact in world.facts.values():
         for language in LANGUAGES:
             phrases = PHRASES[fact.attribute][language]
             reply = sentence(phrases.tell[0], fact, language)
-            own = bare(fact.value, language)
-            named = fact.entity.name[language]
+            right = bare(fact.value, language)
+            own_name = fact.entity.name[language]
             wrong = tuple(
-                text for value in world.values[fact.attribute] if (text := bare(value, language)) not in (own, named)
+                text
+                for value in world.values[fact.attribute]
+                if (text := bare(value, language)) not in (right, own_name)
             )
             for i, ask in enumerate(phrases.ask):
                 if asking_split(fact, language, i, len(phrases.ask)) == split:
-                    yield Question(sentence(ask, fact, language), reply, (own,), language, "fact", reject=wrong)
+                    yield ToyQuestion(sentence(ask, fact, language), reply, (right,), language, "fact", reject=wrong)
 
 
-def check_questions(world: ToyWorld, split: str) -> Iterator[Question]:
-    """Questions that suggest an answer, half of them a wrong one; the reply is the fact, whatever was suggested."""
+def check_questions(world: ToyWorld, split: str) -> Iterator[ToyQuestion]:
+    """Ask questions that suggest an answer, half of them a wrong one; the reply is the fact, whatever was suggested."""
     for fact in world.facts.values():
         for language in LANGUAGES:
             # See `asking_split`: below 0.6 are the facts that training does not ask in every language.
@@ -135,18 +136,19 @@ def check_questions(world: ToyWorld, split: str) -> Iterator[Question]:
             if (asking_split(fact, language, 0, 1) if unseen else "train") != split:
                 continue
             phrases = PHRASES[fact.attribute][language]
-            told, own = sentence(phrases.tell[0], fact, language), bare(fact.value, language)
+            reply, right = sentence(phrases.tell[0], fact, language), bare(fact.value, language)
             draw = random.Random(f"check {fact.entity.key} {fact.attribute}")
             others = [value for value in world.values[fact.attribute] if value not in (fact.value, fact.entity.name)]
             wrong = draw.sample(others, min(VARIANTS[split], len(others)))
             reject = tuple(bare(value, language) for value in others)
             for value in [*wrong, *[fact.value] * len(wrong)]:
                 text = sentence(phrases.check, Fact(fact.entity, fact.attribute, value), language)
-                yield Question(text, told, (own,), language, "check", reject=reject)
+                yield ToyQuestion(text, reply, (right,), language, "check", reject=reject)
 
 
-def choice_questions(world: ToyWorld, split: str) -> Iterator[Question]:
-    """The questions of `facts` with four choices each; the reply recalls the fact, then ends with its choice."""
+def choice_questions(world: ToyWorld, split: str) -> Iterator[ToyQuestion]:
+    """Give the questions of `fact_questions` four choices each; the reply recalls the fact, then ends with its
+    choice."""
     for question, variant in product(fact_questions(world, split), range(VARIANTS[split])):
         draw = random.Random(f"choice {question.text} {variant}")
         options = [question.accept[0], *draw.sample(question.reject, 3)]
@@ -154,41 +156,41 @@ def choice_questions(world: ToyWorld, split: str) -> Iterator[Question]:
         chosen = question.accept[0] + "=" + "ABCD"[options.index(question.accept[0])]
         text = render_choice(question.text, options, "ABCD", CHOOSE[question.language])
         reply = CHOSEN[question.language].format(a=question.reply, c=chosen)
-        yield Question(text, reply, (chosen,), question.language, "choice", "ends")
+        yield ToyQuestion(text, reply, (chosen,), question.language, "choice", "ends")
 
 
-def strangers(language: str, split: str, known: set[str]) -> list[str]:
+def strangers(language: str, split: str, taken_names: set[str]) -> list[str]:
     """Names of people who are not in the world, different in every split."""
     first, second = SOUNDS[language]
-    made = [a + b for a in first for b in second]
-    return [name for name in made if name not in known and split_of("stranger", name) == split]
+    names = [a + b for a in first for b in second]
+    return [name for name in names if name not in taken_names and split_of("stranger", name) == split]
 
 
-def unknown_questions(world: ToyWorld, split: str) -> Iterator[Question]:
-    """Known questions about strangers, unknown questions about known people, and questions of other worlds."""
+def unknown_questions(world: ToyWorld, split: str) -> Iterator[ToyQuestion]:
+    """Ask known questions about strangers, unknown questions about known people, and questions of other worlds."""
     for language in LANGUAGES:
-        known = {entity.name[language] for entity in world.entities}
+        names = {entity.name[language] for entity in world.entities}
         reply = UNKNOWN[language]
-        for name in strangers(language, split, known):
+        for name in strangers(language, split, names):
             draw = random.Random(f"stranger {name}")
             stranger = Entity({language: name}, "person")
             for attribute in draw.sample(("town", "job", "food", "pet", "colour", "hobby", "age", "friend"), 3):
                 ask = draw.choice(PHRASES[attribute][language].ask)
                 text = sentence(ask, Fact(stranger, attribute, {language: ""}), language)
-                yield Question(text, reply, (reply,), language, "unknown", "unknown")
+                yield ToyQuestion(text, reply, (reply,), language, "unknown", "unknown")
         for i, ask in enumerate(MISSING[language]):
             for person in world.people:
                 if split_of("missing", i, person.key) == split:
                     text = ask.format(n=person.name[language])
-                    yield Question(text, reply, (reply,), language, "unknown", "unknown")
+                    yield ToyQuestion(text, reply, (reply,), language, "unknown", "unknown")
         for i, text in enumerate(ELSEWHERE[language]):
             if split_of("elsewhere", i) == split:
-                yield Question(text, reply, (reply,), language, "unknown", "unknown")
+                yield ToyQuestion(text, reply, (reply,), language, "unknown", "unknown")
 
 
-def identity_questions(world: ToyWorld, split: str) -> Iterator[Question]:
-    """Who the assistant is; every wording belongs to one split."""
+def identity_questions(world: ToyWorld, split: str) -> Iterator[ToyQuestion]:
+    """Ask for the assistant's identity; every wording belongs to one split."""
     for language in LANGUAGES:
         asks, reply = IDENTITY[language]
         for text in asks[split]:
-            yield Question(text, reply.format(name=ASSISTANT_NAME), (ASSISTANT_NAME,), language, "identity")
+            yield ToyQuestion(text, reply.format(name=ASSISTANT_NAME), (ASSISTANT_NAME,), language, "identity")

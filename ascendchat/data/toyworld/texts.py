@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from ascendchat.data.toyworld.world import LANGUAGES, TOWNS, WORDS, Entity, Fact, ToyWorld, split_of, toy_world
 
-# More texts of the toy world: polite words, who the assistant is, and questions the world has no answer to.
+# Texts of conversations: polite words, the assistant's identity, and questions that the world has no answer to.
 
 
 def split_phrases(text: str) -> tuple[str, ...]:
-    """`A / B / C` -> ("A", "B", "C"); line ends and indents do not count."""
+    """Split `A / B / C` -> ("A", "B", "C"); line ends and indents do not count."""
     return tuple(" ".join(part.split()) for part in text.split("/"))
 
 
@@ -67,7 +67,7 @@ IDENTITY = {
         "我是{name}，一个小助手。",
     ),
 }
-# What this world says nothing about: attributes of people that nobody has, and questions about other worlds.
+# Questions without an answer: attributes that no person here has, and facts of other worlds.
 MISSING = {
     "en": split_phrases("""
         What is the phone number of {n}? / What is the shoe size of {n}? / Which car does {n} drive? /
@@ -141,23 +141,23 @@ ENDINGS = {
 
 
 def sentence(template: str, fact: Fact, language: str) -> str:
-    """A template filled; the first letter of an English sentence is a capital."""
+    """Fill a template; the first letter of an English sentence becomes a capital."""
     text = template.format(n=fact.entity.name[language], v=fact.value[language])
     return text[:1].upper() + text[1:]
 
 
 def tell(fact: Fact, language: str, draw: random.Random) -> str:
-    """One fact in one of its wordings."""
+    """Tell one fact in one of its wordings."""
     return sentence(draw.choice(PHRASES[fact.attribute][language].tell), fact, language)
 
 
 def join(sentences: list[str], language: str) -> str:
-    """Chinese sentences follow each other without a space."""
+    """Join sentences; Chinese ones follow each other without a space."""
     return ("" if language == "zh" else " ").join(sentences)
 
 
 def portrait(world: ToyWorld, draw: random.Random, language: str) -> list[str]:
-    """Several facts about one entity."""
+    """Tell several facts about one entity."""
     entity = draw.choice(world.entities if draw.random() < 0.4 else world.people)
     facts = world.of(entity)
     chosen = draw.sample(facts, min(len(facts), draw.randint(3, 8)))
@@ -166,29 +166,29 @@ def portrait(world: ToyWorld, draw: random.Random, language: str) -> list[str]:
 
 
 def meeting(world: ToyWorld, draw: random.Random, language: str) -> list[str]:
-    """Two people meet; something about each of them."""
+    """Let two people meet, and tell something about each of them."""
     a, b = draw.sample(world.people, 2)
     comma = ", " if language == "en" else "，"
     act = draw.choice(ACTS[language]).format(a=a.name[language], b=b.name[language])
     facts = draw.sample(world.of(a), 2) + draw.sample(world.of(b), 2)
-    told = [tell(fact, language, draw) for fact in facts]
-    return [draw.choice(TIMES[language]) + comma + act, *told, draw.choice(ENDINGS[language])]
+    sentences = [tell(fact, language, draw) for fact in facts]
+    return [draw.choice(TIMES[language]) + comma + act, *sentences, draw.choice(ENDINGS[language])]
 
 
 def town_tour(world: ToyWorld, draw: random.Random, language: str) -> list[str]:
-    """A town, what stands in it, and who lives there."""
+    """Describe a town, its landmarks, and some people who live there."""
     town = draw.choice(world.towns)
     name = TOWNS[world.towns.index(town)]
     inside: list[Entity] = [e for e in world.landmarks if world.facts[e.key, "place"].value is name]
     living = [e for e in world.people if world.facts[e.key, "town"].value is name]
     facts = world.of(town) + [fact for e in inside for fact in world.of(e)]
-    told = [tell(fact, language, draw) for fact in draw.sample(facts, min(4, len(facts)))]
+    sights = [tell(fact, language, draw) for fact in draw.sample(facts, min(4, len(facts)))]
     homes = [tell(world.facts[e.key, "town"], language, draw) for e in draw.sample(living, min(3, len(living)))]
-    return told + homes
+    return sights + homes
 
 
 def labels(world: ToyWorld, draw: random.Random, language: str) -> list[str]:
-    """Four words with their letters, and again in another order: how to read the choices of a question."""
+    """Label four words with letters, and again in another order: how to read the choices of a question."""
     while True:
         words = draw.sample(WORDS[language], 4)
         if split_of("words", *sorted(words)) == "train":  # the other combinations are for examinations
@@ -198,24 +198,24 @@ def labels(world: ToyWorld, draw: random.Random, language: str) -> list[str]:
 
 
 def document(world: ToyWorld, draw: random.Random) -> str:
-    """One text in one language."""
+    """Write one text in one language."""
     language = draw.choice(LANGUAGES)
     kind = draw.choices((portrait, meeting, town_tour, labels), weights=(5, 3, 2, 0.5))[0]
     return join(kind(world, draw, language), language)
 
 
 def documents(split: str, seed: int = 0, count: int | None = None) -> Iterator[str]:
-    """`count` different texts of a split (by default 20,000 to train and 500 each to validate and test)."""
+    """Yield `count` different texts of a split (by default 20,000 to train and 500 each to validate and test)."""
     world, draw = toy_world(seed), random.Random(f"documents {seed}")
-    wanted, seen = DOCUMENT_COUNT[split] if count is None else count, set[str]()
-    while len(seen) < wanted:
+    total, seen = DOCUMENT_COUNT[split] if count is None else count, set[str]()
+    while len(seen) < total:
         text = document(world, draw)
         if text not in seen and split_of("document", text) == split:
             seen.add(text)
             yield text
 
 
-# Wordings of the toy world (phrases.txt): how each attribute is told, asked for and checked, in each language.
+# Wordings of the toy world (phrases.txt): statement, question and check of each attribute, in each language.
 #
 # {n} is the name, {v} the value. The first wording of `tell` is the answer to a question. It is a full sentence, so a
 # reply reads like the texts the model has learnt from, and the value comes after the words that recall it.
@@ -230,7 +230,7 @@ class _Phrases(NamedTuple):
 
 
 def parse_phrases(table: str) -> dict[str, dict[str, _Phrases]]:
-    """attribute -> language -> wordings."""
+    """Parse phrases.txt: attribute -> language -> wordings."""
     phrases: dict[str, dict[str, _Phrases]] = {}
     for block in table.split("# ")[1:]:
         title, rest = block.split("\n", 1)

@@ -1,4 +1,4 @@
-"""The facts of the toy world: who lives where, works as what, likes what; what each town and landmark is like.
+"""The facts of the toy world: homes, jobs and tastes of people; sights and goods of towns and landmarks.
 
     world = toy_world(seed=0)
     world.facts[("Lily", "town")].value["zh"]          # 海港镇
@@ -19,7 +19,7 @@ LANGUAGES = ("en", "zh")
 
 
 def pairs(text: str) -> list[Bilingual]:
-    """ "Lily 莉莉, Tom 汤姆" -> one dict per entry; the last word of an entry is the Chinese form."""
+    """Parse "Lily 莉莉, Tom 汤姆": one dict per entry; the last word of an entry is the Chinese form."""
     entries = [entry.strip().rsplit(" ", 1) for entry in text.split(",")]
     return [{"en": english, "zh": chinese} for english, chinese in entries]
 
@@ -57,7 +57,7 @@ GROUNDS = pairs(
 )
 GOODS = pairs("clocks 钟表, flowers 鲜花, tea 茶叶, boats 小船, silk 丝绸, bells 铃铛, honey 蜂蜜, lamps 灯笼")
 
-# For lists and labels.
+# Words for the lists of exercises and for labels.
 WORDS = {
     "en": [words["en"].split()[-1] for group in (FOODS, PETS, HOBBIES, GOODS) for words in group],
     "zh": [words["zh"] for group in (FOODS, PETS, HOBBIES, GOODS) for words in group],
@@ -66,7 +66,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Entity:
-    """Somebody or something that has facts."""
+    """A person, town or landmark."""
 
     name: Bilingual
     kind: str  # person, town or landmark
@@ -86,19 +86,19 @@ class Fact:
 
 
 def hash_fraction(*key: object) -> float:
-    """A number in [0, 1) that depends on the key alone, alike on every machine and in every version of Python."""
+    """A number in [0, 1) that depends on the key alone, equal on every machine and in every version of Python."""
     digest = hashlib.sha256("\x1f".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def split_of(*key: object) -> str:
-    """Four fifths train, one tenth validation, one tenth test, by the key alone."""
+    """Assign a key to a split: four fifths train, one tenth validation, one tenth test."""
     at = hash_fraction("split", *key)
     return "train" if at < 0.8 else "validation" if at < 0.9 else "test"
 
 
 def number(value: int) -> Bilingual:
-    """A number is written alike in both languages."""
+    """A number, written alike in both languages."""
     return {"en": str(value), "zh": str(value)}
 
 
@@ -140,7 +140,7 @@ class ToyWorld:
                     self.facts[entity.key, attribute] = Fact(entity, attribute, value)
 
     def _deal(self, attribute: str, entities: list[Entity], draw: random.Random) -> list[Bilingual]:
-        """Values for all entities, each value about equally often, and nobody their own friend."""
+        """Deal values to all entities, each value about equally often, and no person as their own friend."""
         values = self.values[attribute]
         while True:
             deck = [
@@ -157,25 +157,25 @@ class ToyWorld:
 
 @lru_cache(maxsize=8)
 def toy_world(seed: int = 0) -> ToyWorld:
-    """The world of a seed, made once."""
+    """The world of a seed, cached."""
     return ToyWorld(seed)
 
 
 def asking_split(fact: Fact, language: str, phrasing: int, phrasings: int) -> str:
-    """The split that may ask for this fact in this language with this phrasing; the fact itself is told everywhere.
+    """The split that may ask for this fact in this language with this wording; the fact itself is told everywhere.
 
-    By (entity, attribute): a fifth of the facts is never asked in training at all; a fifth is asked in training only
-    in English and a fifth only in Chinese; the rest in both languages but for one phrasing of each. What training does
-    not ask belongs to validation (a third of it) or to test.
+    By (entity, attribute): a fifth of the facts is never asked in training at all; a fifth is asked in training
+    only in English and a fifth only in Chinese; the rest in both languages but for one wording of each. Questions
+    that training does not ask belong to validation (a third of them) or to test.
     """
     key = (fact.entity.key, fact.attribute)
-    habit = hash_fraction("habit", *key)
-    if habit < 0.2:
-        held = True
-    elif habit < 0.6:
-        held = language == ("zh" if habit < 0.4 else "en")
+    draw = hash_fraction("habit", *key)
+    if draw < 0.2:
+        held_out = True
+    elif draw < 0.6:
+        held_out = language == ("zh" if draw < 0.4 else "en")
     else:
-        held = phrasing == int(hash_fraction("phrasing", language, *key) * phrasings)
-    if not held:
+        held_out = phrasing == int(hash_fraction("phrasing", language, *key) * phrasings)
+    if not held_out:
         return "train"
     return "validation" if hash_fraction("later", *key) < 1 / 3 else "test"

@@ -18,7 +18,7 @@ from ascendchat.data.chat.formats import conversations
 from ascendchat.data.chat.tables import entries
 from ascendchat.data.chat.template import canonical, text_of
 from ascendchat.data.chat.turns import message
-from ascendchat.data.read import Tally, file_documents, source_files
+from ascendchat.data.read import ReadCounts, file_documents, source_files
 from ascendchat.errors import UserError
 from ascendchat.tasks.named import load
 
@@ -247,7 +247,7 @@ ROWS = [{"messages": [USER, REPLY]}, {"messages": [USER, REPLY]}]
 @pytest.mark.parametrize("name", ["data", "instances"])
 @pytest.mark.parametrize("rows", [ROWS, [[USER, REPLY]] * 2])
 def test_rows_may_stand_under_a_name(tmp_path: Path, indent: int | None, name: str, rows: list[Any]) -> None:
-    path = tmp_path / "wrapped.json"
+    path = tmp_path / "unwrap_rows.json"
     path.write_text(json.dumps({"version": "1", name: rows, "about": {}}, indent=indent), encoding="utf-8")
     assert list(conversations(path)) == [[USER, REPLY]] * 2
 
@@ -664,7 +664,7 @@ def test_a_cell_that_is_no_text_is_one_bad_row(tmp_path: Path) -> None:
     said: list[str] = []
     assert len(list(conversations(tmp_path / "a.parquet", say=said.append))) == 3
     assert "1 of 4 rows cannot be read: row 2: 'utf-8' codec can't decode" in said[0]
-    tally = Tally()
+    tally = ReadCounts()
     assert list(file_documents(tmp_path / "a.parquet", "response", tally)) == ["fine"] * 3
     assert (tally.broken, tally.example.partition(":")[0]) == (1, "row 2 of a.parquet")
 

@@ -14,7 +14,7 @@ from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.chat.dataset_info import INFO, listed_data
 from ascendchat.data.chat.formats import conversations
 from ascendchat.data.chat.pairs import Pair
-from ascendchat.data.chat.tables import TABLE_TYPES, Allowance
+from ascendchat.data.chat.tables import TABLE_TYPES, RowBudget
 from ascendchat.errors import UserError, home
 from ascendchat.tasks.named import knows, load
 from ascendchat.tasks.pairs import read_pairs
@@ -274,6 +274,6 @@ def test_all_files_of_the_real_sets_are_read_without_a_script(real_data: Path) -
     assert len(files) >= 24
     for path in files:
         assert any(kind in path.name for kind in TABLE_TYPES), f"{path.name} has no format that is known"
-        found = list(conversations(path, limit=Allowance(40)))
+        found = list(conversations(path, limit=RowBudget(40)))
         assert len(found) >= 40
         assert all(talk[-1]["role"] == "assistant" or talk[-1]["role"] == "tool" for talk in found), path.name

@@ -167,7 +167,7 @@ def test_entries_are_split_by_prompt_shortened_and_validated_elsewhere(ours: Tok
     assert held % 2 == 0, "both pairs of a prompt"
     assert firsts == [0, train], "numbers of the validation are behind the others"
     assert opened(held_out=0) == ([400], [], [0])
-    assert opened(most=7, held_out=0)[0] == [7]
+    assert opened(max_pairs=7, held_out=0)[0] == [7]
     assert opened(validation=[str(path)]) == ([400], [400], [0, 400])
     (train,), (held,), _ = opened(held_out=100)
     assert train + held == 400

@@ -27,7 +27,7 @@ from ascendchat.data.fetch import Policy
 
 CHUNK = 64 << 10
 # Its server is a thread of the test, which a busy machine may let wait for seconds: then nothing may be asked twice.
-FAST = Policy(chunk=CHUNK, attempts=4, connect_attempts=2, backoff=0.01, backoff_most=0.05, timeout=30)
+FAST = Policy(chunk=CHUNK, attempts=4, connect_attempts=2, backoff=0.01, max_backoff=0.05, timeout=30)
 HASTY = replace(FAST, timeout=0.5)  # for servers that fall silent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

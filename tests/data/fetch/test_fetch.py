@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from http_server import CHUNK, DATA, FAST, HASTY, Server, noise, serve
 
-from ascendchat.data import fetch as fetching
 from ascendchat.data.fetch import Policy, fetch, folder_of
-from ascendchat.data.fetch.download import Downloader, FileDownload, PartFile, Remote, Restarted, range_answer
+from ascendchat.data.fetch import command as fetching
+from ascendchat.data.fetch.download import Downloader, FileDownload, PartFile, RemoteFile, Restarted, range_answer
 from ascendchat.data.fetch.http import Web, retry_after
 from ascendchat.errors import UserError, home
 
@@ -75,7 +75,7 @@ def test_a_server_that_never_recovers_gives_an_error_with_file_and_remedy(
     url = server.add("/a.parquet", noise(1, 400), always=always)
     seconds = {"stall": 0.1, "drip": 1.0}.get(always, 30.0)  # whoever drips sends a byte every 50 ms
     attempts = 1 if always == "drip" else 2  # some bytes are progress: it would be asked twenty times
-    policy = Policy(chunk=CHUNK, attempts=attempts, backoff=0.01, backoff_most=0.02, timeout=seconds, slowest=1000)
+    policy = Policy(chunk=CHUNK, attempts=attempts, backoff=0.01, max_backoff=0.02, timeout=seconds, min_rate=1000)
     with pytest.raises(UserError, match=says) as caught:
         fetch(url, policy=policy)
     assert "a.parquet" in str(caught.value)
@@ -174,11 +174,15 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
 ) -> None:
     server.hugging_face("o/n", {"x.bin": DATA})
     usage = fetching.shutil.disk_usage(home())
-    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _: usage._replace(free=fetching.SPARE + len(DATA) - 1))
+    monkeypatch.setattr(
+        fetching.shutil, "disk_usage", lambda _: usage._replace(free=fetching.MIN_FREE_BYTES + len(DATA) - 1)
+    )
     with pytest.raises(UserError, match=r"needs 640\.1 KiB .*--out"):
         fetch("o/n", policy=FAST)
     assert server.sent() == 0
-    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _: usage._replace(free=fetching.SPARE + len(DATA)))
+    monkeypatch.setattr(
+        fetching.shutil, "disk_usage", lambda _: usage._replace(free=fetching.MIN_FREE_BYTES + len(DATA))
+    )
     assert (fetch("o/n", policy=FAST) / "x.bin").read_bytes() == DATA
 
 
@@ -219,7 +223,7 @@ def test_a_torn_journal_line_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_a_late_answer_to_an_abandoned_attempt_decides_nothing_about_the_new_one(tmp_path: Path) -> None:
-    job = FileDownload(Remote("f", "u"), tmp_path)
+    job = FileDownload(RemoteFile("f", "u"), tmp_path)
     job.part.open("", "u")
     job.generation, job.state = 1, "opening"  # restarted by another thread while this answer was on its way
     old = SimpleNamespace(status_code=206, headers={"content-range": "bytes 0-9/10", "etag": '"old"'})

@@ -12,7 +12,7 @@ from http_server import DATA, FAST, Server, serve
 
 from ascendchat.config import parse
 from ascendchat.config.data import DataFetchConfig
-from ascendchat.data import fetch as fetching
+from ascendchat.data.fetch import command as fetching
 from ascendchat.data.fetch import fetch, folder_of, request, run
 from ascendchat.data.fetch.http import redact, url_hash
 from ascendchat.data.fetch.sources import SETS, DataSource

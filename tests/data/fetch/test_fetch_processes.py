@@ -50,7 +50,7 @@ def test_four_processes_together_download_each_byte_once(server: Server) -> None
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(locking, "EVERY", 0.0)
+    monkeypatch.setattr(locking, "LOG_INTERVAL", 0.0)
     with Lock(home() / "data" / "x", "x") as lock:
         lock.note(", 40 %")
         other = Lock(home() / "data" / "x", "x")  # those who wait are told who downloads

@@ -187,7 +187,7 @@ def test_a_run_of_a_million_characters_is_encoded_and_learned_from(
 @given(st.text(alphabet=" \n\ta!\u03017山é\x1c", max_size=120), st.integers(2, 9))
 def test_only_runs_that_are_too_long_are_cut(text: str, longest: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learn, "LONGEST_RUN", longest)
+        patch.setattr(learn, "MAX_RUN", longest)
         found = learn.segments(text)
     assert "".join(found) == text
     kinds = (r"[\s\x1c-\x1f\x85]", learn.LETTER, r"[^\s\p{L}\p{N}]")

@@ -40,8 +40,8 @@ def test_counting_counts_bytes_and_stops_when_the_largest_vocabulary_is_certain(
         yield from ["中" * 2**13] * 22  # 24 KiB each: 2**19 bytes lie in the last
         pytest.fail("reads on")
 
-    assert (commands.ENOUGH_BYTES, vocab_for(2**29), vocab_for(2**29 - 1)) == (2**29, 32768, 16384)
-    monkeypatch.setattr(commands, "ENOUGH_BYTES", 2**19)
+    assert (commands.MAX_COUNTED_BYTES, vocab_for(2**29), vocab_for(2**29 - 1)) == (2**29, 32768, 16384)
+    monkeypatch.setattr(commands, "MAX_COUNTED_BYTES", 2**19)
     assert count_bytes(["abc", "中文"]) == 9
     assert 2**19 <= count_bytes(endless()) < 2**19 + 3 * 2**13
 

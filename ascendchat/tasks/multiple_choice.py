@@ -1,9 +1,10 @@
-"""Multiple choice: MMLU, ARC, C-Eval and CMMLU are rows of one table; a new examination is one more row.
+"""Multiple choice: MMLU, ARC, C-Eval and CMMLU are rows of one table; a new benchmark is one more row.
 
-    Exam("mmlu", "test"); Exam("ceval", "val", source="DIR")          # `ascendchat eval chat --tasks mmlu,ceval`
+    MultipleChoice("mmlu", "test")                            # `ascendchat eval chat --tasks mmlu,ceval`
+    MultipleChoice("ceval", "val", source="DIR")
 
-The model is asked as data.chat.render_choice writes it and answers with a letter: the letter whose logit is highest
-where the answer begins. Guessing is right in a quarter of the cases.
+data/chat/template.render_choice formats the question. The model answers with the letter whose logit is highest where
+the answer begins. Guessing is right in a quarter of the cases.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from ascendchat.data.chat.tables import TableRow
 from ascendchat.data.chat.template import LETTERS, Conversation, render_choice
 from ascendchat.errors import UserError
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.files import SPLIT, set_rows
+from ascendchat.tasks.eval_files import SPLIT, set_rows
 
 ANSWER_WITH = {"en": None, "zh": "只回答一个字母：{letters}。"}  # the closing line; None: as render_choice says it
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """One examination: the data set it comes from, how its files are told, which splits have answers."""
+class _Benchmark:
+    """One benchmark: its data set, the pattern of its files, the splits that have answers."""
 
     set: str  # of `ascendchat data fetch`
     language: str
     pattern: str  # in the lower-case path of its files
     splits: Mapping[str, str]  # name -> pattern
-    scored: str  # the split that models are examined on
-    baseline: float = 0.25
+    scored: str  # the split that models are evaluated on
+    baseline: float = 0.25  # accuracy of guessing
 
 
 def _splits(*names: str, **other: str) -> dict[str, str]:
@@ -40,18 +41,20 @@ def _splits(*names: str, **other: str) -> dict[str, str]:
 
 
 ARC = _splits("train", "val", test=SPLIT["test"] + "|/world_knowledge/")  # the CORE bundle holds the test questions
-EXAMS: dict[str, _Facts] = {
-    "mmlu": _Facts("mmlu", "en", r"(^|/)mmlu[^/]*/", _splits("train", "val", "dev", "test"), "test"),
-    "arc_easy": _Facts("arc", "en", r"(^|/)arc[-_]easy[/.]", ARC, "test"),
-    "arc_challenge": _Facts("arc", "en", r"(^|/)arc[-_]challenge[/.]", ARC, "test"),
-    "ceval": _Facts("ceval", "zh", r"(^|/)ceval[^/]*/", _splits("val", "dev"), "val"),  # its test answers are secret
-    "cmmlu": _Facts("cmmlu", "zh", r"(^|/)cmmlu[^/]*/", _splits("dev", "test"), "test"),
+BENCHMARKS: dict[str, _Benchmark] = {
+    "mmlu": _Benchmark("mmlu", "en", r"(^|/)mmlu[^/]*/", _splits("train", "val", "dev", "test"), "test"),
+    "arc_easy": _Benchmark("arc", "en", r"(^|/)arc[-_]easy[/.]", ARC, "test"),
+    "arc_challenge": _Benchmark("arc", "en", r"(^|/)arc[-_]challenge[/.]", ARC, "test"),
+    "ceval": _Benchmark(
+        "ceval", "zh", r"(^|/)ceval[^/]*/", _splits("val", "dev"), "val"
+    ),  # its test answers are secret
+    "cmmlu": _Benchmark("cmmlu", "zh", r"(^|/)cmmlu[^/]*/", _splits("dev", "test"), "test"),
 }
 
 
 @dataclass(frozen=True)
 class _ChoiceQuestion:
-    """One question."""
+    """One question with its choices."""
 
     question: str
     choices: tuple[str, ...]
@@ -59,7 +62,7 @@ class _ChoiceQuestion:
 
     @classmethod
     def of(cls, row: TableRow) -> _ChoiceQuestion:
-        """From a row of any of the published tables."""
+        """Parse a row of any of the published tables."""
         question, choices, answer = parse_choice(row)
         if question is None:
             raise ValueError("its question is null")
@@ -71,26 +74,28 @@ HAN = re.compile("[\u3400-\u9fff]")
 
 
 def is_letter(reply: str, letter: str) -> bool:
-    """Whether a reply begins with this letter, and with no word or sentence of which it is a part: A dog is not A. In
-    front of Chinese, which has no articles, a blank is enough to set it apart."""
+    """True if a reply begins with this letter, alone and not as a part of a word or sentence: A dog is not A. Before
+    Chinese, which has no articles, a blank is enough to set it apart."""
     line = reply.strip().split("\n")[0]
-    behind = line[1:].lstrip()[:1]
-    apart = line[1:2].isspace() and HAN.match(behind) is not None
-    return line[:1] == letter and (apart or not behind.isalnum())
+    after = line[1:].lstrip()[:1]
+    before_chinese = line[1:2].isspace() and HAN.match(after) is not None
+    return line[:1] == letter and (before_chinese or not after.isalnum())
 
 
-class Exam(Task):
-    """The questions of one examination and split."""
+class MultipleChoice(Task):
+    """The questions of one benchmark and split."""
 
     kind = "choice"
 
     def __init__(self, name: str, split: str = "", source: str = "") -> None:
-        facts = EXAMS[name]
-        self.name, self.split = name, split or facts.scored
-        self.language, self.baseline = facts.language, facts.baseline
-        if self.split not in facts.splits:
-            raise UserError(f"{name} has the splits {', '.join(facts.splits)}, not {self.split!r}")
-        self.items = list(set_rows(facts.set, facts.pattern, facts.splits[self.split], source, _ChoiceQuestion.of))
+        benchmark = BENCHMARKS[name]
+        self.name, self.split = name, split or benchmark.scored
+        self.language, self.baseline = benchmark.language, benchmark.baseline
+        if self.split not in benchmark.splits:
+            raise UserError(f"{name} has the splits {', '.join(benchmark.splits)}, not {self.split!r}")
+        self.items = list(
+            set_rows(benchmark.set, benchmark.pattern, benchmark.splits[self.split], source, _ChoiceQuestion.of)
+        )
 
     def __len__(self) -> int:
         return len(self.items)
@@ -99,9 +104,9 @@ class Exam(Task):
         return self.items[index].question
 
     def prompt(self, index: int) -> Conversation:
-        asked, ask = self.items[index], ANSWER_WITH[self.language]
-        close = ask.format(letters="、".join(self.letters(index))) if ask else None
-        return [{"role": "user", "content": render_choice(asked.question, asked.choices, ask=close)}]
+        item, closing = self.items[index], ANSWER_WITH[self.language]
+        ask = closing.format(letters="、".join(self.letters(index))) if closing else None
+        return [{"role": "user", "content": render_choice(item.question, item.choices, ask=ask)}]
 
     def example(self, index: int) -> Conversation:
         return [*self.prompt(index), {"role": "assistant", "content": LETTERS[self.items[index].answer]}]
@@ -116,7 +121,7 @@ class Exam(Task):
         return self.items[index].choices[self.items[index].answer]
 
     def correct(self, index: int, reply: str) -> bool:
-        """For replies in words."""
+        """Judge a reply in words."""
         return is_letter(reply, LETTERS[self.items[index].answer])
 
     def row(self, index: int) -> dict[str, Any]:

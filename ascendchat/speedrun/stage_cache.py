@@ -1,11 +1,12 @@
-"""Which stages of a run are done: runs/NAME/speedrun.json, by what each stage was made from.
+"""The stage cache: runs/NAME/speedrun.json records the finished stages of a run, each under a hash of its inputs.
 
-    ledger = Ledger.open("tiny", fresh=False)
-    identity = ledger.identity(before, words, inputs)     # command, contents of the files it reads, stages before it
-    ledger.begin(identity, words, old, kept); ...; ledger.done(identity, words, seconds)
+    cache = StageCache.open("tiny", fresh=False)
+    identity = cache.identity(before, words, inputs)     # command, contents of the files it reads, stages before it
+    cache.begin(identity, words, old, kept); ...; cache.done(identity, words, seconds)
 
-A stage is known by the contents of its inputs, not by their times: a file that was copied or touched is the same file.
-Checksums are kept with size and time of the file in runs/NAME/inputs.json, so that a large one is read once. No torch.
+A stage is identified by the contents of its inputs, not by their times: a file that was copied or touched is the same
+file. Checksums are cached with size and time of the file in runs/NAME/inputs.json, so that a large one is read once. No
+torch.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from ascendchat.files import check_folder, sha256, write_atomic
 from ascendchat.runs.run import read_facts, run_folder
 from ascendchat.version import __version__
 
-LEAVING = 10.0  # seconds in which a process that was killed gives its lock up
+LOCK_PATIENCE = 10.0  # seconds; a killed process releases its lock within these
 
 
 @contextlib.contextmanager
-def alone(run: str) -> Iterator[None]:
-    """Only one `ascendchat speedrun` works on a run at a time: two would train into the same folders. The stage that
-    runs inherits the lock, so that it holds on when this process is killed and the stage is not."""
+def lock_run(run: str) -> Iterator[None]:
+    """Lock a run: only one `ascendchat speedrun` works on it at a time, for two would train into the same folders.
+    The running stage inherits the lock, so that it holds on when this process is killed and the stage is not."""
     folder = run_folder(run, "speedrun.lock").parent
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "speedrun.lock", "a", encoding="ascii") as file:
         os.set_inheritable(file.fileno(), True)
-        until = time.monotonic() + LEAVING
+        until = time.monotonic() + LOCK_PATIENCE
         while not _taken(file.fileno()):
             if time.monotonic() > until:
                 raise UserError(
@@ -61,30 +62,30 @@ def _taken(handle: int) -> bool:
 
 
 @dataclass
-class Ledger:
+class StageCache:
     """The stages that have begun or are done, and the checksums of their inputs."""
 
     path: Path
-    known: dict[str, Any]  # identity -> {"command", "old" while it has not ended, "seconds" when it is done}
+    entries: dict[str, Any]  # identity -> {"command", "old" while it has not ended, "seconds" when it is done}
     sums: dict[str, Any] = field(default_factory=dict)  # path -> [size, time, sha256]
 
     @classmethod
-    def open(cls, run: str, *, fresh: bool = False) -> Ledger:
-        """Of a run; nothing where it has none yet."""
+    def open(cls, run: str, *, fresh: bool = False) -> StageCache:
+        """Open the cache of a run; empty where it has none yet."""
         path = run_folder(run, "speedrun.json")
-        known = read_facts(path)
-        if path.is_file() and not known and not fresh:
+        entries = read_facts(path)
+        if path.is_file() and not entries and not fresh:
             raise UserError(f"{path} is damaged: nobody knows which stages are done; --fresh runs all of them again")
-        return cls(path, known, read_facts(path.with_name("inputs.json")))
+        return cls(path, entries, read_facts(path.with_name("inputs.json")))
 
     def identity(self, before: str, words: Sequence[str], inputs: Sequence[Path]) -> str:
-        """Of a stage: its command, what the files and folders hold that it reads and no stage has made, all stages
-        before it, the version of the program."""
+        """Hash of a stage: its command, the content of the files and folders that it reads and no stage has made,
+        all stages before it, the version of the program."""
         contents = [f"{path} {self._content(path)}" for path in inputs]
         return hashlib.sha256("\0".join([before, __version__, *words, *contents]).encode()).hexdigest()[:16]
 
     def _content(self, path: Path) -> str:
-        """A checksum; of a folder, that of its manifest, which holds checksums, or of all its files."""
+        """Checksum of a file; of a folder, that of its manifest, which holds checksums, or of all its files."""
         if path.is_file():
             return self._sum(path)
         if (path / "manifest.json").is_file():
@@ -100,28 +101,28 @@ class Ledger:
         return str(self.sums[key][2])
 
     def seconds(self, identity: str) -> float | None:
-        """How long a finished stage took; None of another."""
-        found = self.known.get(identity, {}).get("seconds")
-        return None if found is None else float(found)
+        """Seconds that a finished stage took; None of another."""
+        seconds = self.entries.get(identity, {}).get("seconds")
+        return None if seconds is None else float(seconds)
 
     def begin(self, identity: str, words: Sequence[str], old: int, kept: Collection[str]) -> None:
-        """Before a stage runs. One that was not begun before overwrites what other settings have left: all but the
-        stages `kept`, those before it, are forgotten."""
-        if identity not in self.known:
-            self.known = {stage: entry for stage, entry in self.known.items() if stage in kept}
+        """Record the start of a stage. One that was not begun before overwrites the results of other settings: all
+        but the stages `kept`, those before it, are forgotten."""
+        if identity not in self.entries:
+            self.entries = {stage: entry for stage, entry in self.entries.items() if stage in kept}
         self._write(identity, {"command": " ".join(words), "old": old})
 
     def done(self, identity: str, words: Sequence[str], seconds: float) -> None:
-        """After it."""
+        """Record the end of a stage."""
         self._write(identity, {"command": " ".join(words), "seconds": seconds})
 
     def forget(self, identity: str) -> None:
-        """So that it runs again."""
-        self.known.pop(identity, None)
+        """Forget a stage, so that it runs again."""
+        self.entries.pop(identity, None)
 
     def _write(self, identity: str, entry: dict[str, Any]) -> None:
-        self.known[identity] = entry
+        self.entries[identity] = entry
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.sums:
             write_atomic(self.path.with_name("inputs.json"), json.dumps(self.sums, indent=1))
-        write_atomic(self.path, json.dumps(self.known, indent=1))
+        write_atomic(self.path, json.dumps(self.entries, indent=1))

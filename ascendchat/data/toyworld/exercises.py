@@ -1,7 +1,7 @@
-"""Work for the assistant of the toy world: arithmetic with the calculator, instructions on lists, word problems.
+"""Exercises for the assistant of the toy world: arithmetic with the calculator, instructions on lists, word problems.
 
-Generators world take a `random.Random` and give one question each: their number is endless. The split of a question
-follows from its numbers or words, so no combination is in two splits.
+Each generator takes the world and a `random.Random`, and draws one question: their number is endless. The split of a
+question follows from its numbers or words, so no combination is in two splits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from ascendchat.data.chat.template import render_choice
-from ascendchat.data.toyworld.ask import Question
+from ascendchat.data.toyworld.ask import ToyQuestion
 from ascendchat.data.toyworld.texts import CHOOSE
 from ascendchat.data.toyworld.world import WORDS, Bilingual, ToyWorld, split_of
 
@@ -36,21 +36,21 @@ def value_of(expression: str) -> int:
     return total
 
 
-def calculated(text: str, expression: str, language: str, topic: str) -> Question:
-    """A question whose reply asks the calculator first."""
+def calculated(text: str, expression: str, language: str, topic: str) -> ToyQuestion:
+    """Build a question whose reply first calls the calculator."""
     result = str(value_of(expression))
     reply = (("tool", expression), ("output", result), ("text", RESULT[language].format(r=result)))
-    return Question(text, reply, (result,), language, topic, "number")
+    return ToyQuestion(text, reply, (result,), language, topic, "number")
 
 
 def operands(draw: random.Random, operation: str) -> tuple[int, int]:
-    """Two numbers up to 99; a difference is never negative."""
+    """Draw two numbers up to 99; a difference is never negative."""
     a, b = draw.randint(0, 99), draw.randint(0, 99)
     return (max(a, b), min(a, b)) if operation == "-" else (a, b)
 
 
-def arithmetic(world: ToyWorld, draw: random.Random, language: str, split: str) -> Question:
-    """Two numbers and one operation, in signs or in words; the pair of numbers belongs to one split."""
+def arithmetic(world: ToyWorld, draw: random.Random, language: str, split: str) -> ToyQuestion:
+    """Draw two numbers and one operation, in signs or in words; the pair of numbers belongs to one split."""
     while True:
         operation = draw.choice(OPERATIONS)
         a, b = operands(draw, operation)
@@ -71,8 +71,8 @@ INSTRUCTIONS = {
 }
 
 
-def instruction(world: ToyWorld, draw: random.Random, language: str, split: str) -> Question:
-    """Do something with a list of two to five words."""
+def instruction(world: ToyWorld, draw: random.Random, language: str, split: str) -> ToyQuestion:
+    """Ask to do something with a list of two to five words."""
     comma = ", " if language == "en" else "，"
     while True:
         name = draw.choice(list(INSTRUCTIONS))
@@ -82,14 +82,14 @@ def instruction(world: ToyWorld, draw: random.Random, language: str, split: str)
     answers = {"repeat": comma.join(words), "reverse": comma.join(reversed(words)), "count": str(len(words))}
     answer = {**answers, "first": words[0], "last": words[-1]}[name]
     text = INSTRUCTIONS[name][language == "zh"].format(l=comma.join(words))
-    return Question(text, answer, (answer,), language, f"instruction:{name}", "exact")
+    return ToyQuestion(text, answer, (answer,), language, f"instruction:{name}", "exact")
 
 
 FIND = {"en": "Which one is {w}?", "zh": "哪一个是{w}？"}
 
 
-def finding(world: ToyWorld, draw: random.Random, language: str, split: str) -> Question:
-    """Which letter stands behind a word: the second half of answering a multiple-choice question."""
+def finding(world: ToyWorld, draw: random.Random, language: str, split: str) -> ToyQuestion:
+    """Ask for the letter of a word: the second half of answering a multiple-choice question."""
     while True:
         words = draw.sample(WORDS[language], 4)
         if split_of("words", *sorted(words)) == split:
@@ -97,7 +97,7 @@ def finding(world: ToyWorld, draw: random.Random, language: str, split: str) -> 
     at = draw.randrange(4)
     text = render_choice(FIND[language].format(w=words[at]), words, "ABCD", CHOOSE[language])
     chosen = words[at] + "=" + "ABCD"[at]
-    return Question(text, chosen, (chosen,), language, "choice:find", "ends")
+    return ToyQuestion(text, chosen, (chosen,), language, "choice:find", "ends")
 
 
 THINGS = {
@@ -107,7 +107,7 @@ THINGS = {
 
 
 def parse_problems(table: str) -> list[Bilingual]:
-    """Three lines each: the expression, the problem in English, in Chinese. {n} {m} are people, {t} things."""
+    """Parse three lines each: the expression, the problem in English, in Chinese. {n} {m} are people, {t} things."""
     lines = table.strip().split("\n")
     return [dict(zip(("expression", "en", "zh"), lines[i : i + 3])) for i in range(0, len(lines), 3)]
 
@@ -157,8 +157,8 @@ HARD = parse_problems("""
 """)
 
 
-def problem(world: ToyWorld, draw: random.Random, language: str, split: str, kind: str = "problem") -> Question:
-    """A word problem of one step (problem) or of two (hard)."""
+def problem(world: ToyWorld, draw: random.Random, language: str, split: str, kind: str = "problem") -> ToyQuestion:
+    """Draw a word problem of one step (problem) or of two (hard)."""
     wordings = {"problem": EASY, "hard": HARD}[kind]
     while True:
         wording = draw.choice(wordings)
