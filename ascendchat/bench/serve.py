@@ -143,8 +143,8 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
     if not seconds:
         return None
     ordered = sorted(seconds)
-    found = {f"p{percent}": percentile(ordered, percent) for percent in PERCENTS}
-    return {name: round(value * 1e3, 3) for name, value in {**found, "max": ordered[-1]}.items()}
+    percentiles = {f"p{percent}": percentile(ordered, percent) for percent in PERCENTS}
+    return {name: round(value * 1e3, 3) for name, value in {**percentiles, "max": ordered[-1]}.items()}
 
 
 def measured(samples: Sequence[Sample], gaps: Sequence[float]) -> dict[str, Any]:
@@ -184,8 +184,8 @@ def table(facts: dict[str, Any]) -> str:
     lines += [f"{count:>8,} x {kind}" for kind, count in facts["errors"].items()]
     lines.append(f"{'milliseconds':<14}" + "".join(f"{name:>11}" for name in [f"p{p}" for p in PERCENTS] + ["max"]))
     for name in ("first_token", "token_gap", "piece_gap", "request"):
-        if found := facts[f"{name}_ms"]:
-            lines.append(f"{name.replace('_', ' '):<14}" + "".join(f"{value:>11,.2f}" for value in found.values()))
+        if values := facts[f"{name}_ms"]:
+            lines.append(f"{name.replace('_', ' '):<14}" + "".join(f"{value:>11,.2f}" for value in values.values()))
     if "serial" in facts:
         serial, times = facts["serial"], facts["times_serial"] or 0
         lines.append(

@@ -90,8 +90,8 @@ class BatchState:
 
     def free(self) -> list[int]:
         """The free slots."""
-        found: list[int] = np.flatnonzero(self.owner == 0).tolist()
-        return found
+        slots: list[int] = np.flatnonzero(self.owner == 0).tolist()
+        return slots
 
     def runs(self) -> Ints:
         """Slots whose prompts are read and whose last token is not under way."""
@@ -117,8 +117,8 @@ class BatchState:
         before its limit, each in another one: so where many answers end at once nobody waits for all their text."""
         slots, left = rows.slots, self.limit[rows.slots] - rows.numbers
         due = ((rows.numbers + slots) % READ_EVERY == 0) | (left == 2 + slots % LAST_READS)
-        found: list[int] = slots[due & self.there(rows)].tolist()
-        return found
+        due_slots: list[int] = slots[due & self.there(rows)].tolist()
+        return due_slots
 
     def append(
         self, rows: PassRows, ids: Ints, logprobs: NDArray[np.float32], version: int

@@ -39,7 +39,7 @@ EIGHT_BITS = torch.float8_e4m3fn
 MAX_EIGHT_BITS = torch.finfo(EIGHT_BITS).max  # beyond it the format has no infinity but NaN
 
 
-def kept_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
+def kv_cache_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
     """The dtype that --kv-cache-dtype asks for; None: the model's own."""
     if asked == "auto":
         return None
@@ -68,14 +68,14 @@ class Narrowed:
     def _kept(self, x: Tensor) -> Tensor:
         return narrowed(x, self.dtype).to(x.dtype)
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
-        return self.kernel.dense(q, self._kept(k), self._kept(v), *told)
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return self.kernel.dense(q, self._kept(k), self._kept(v), *rest)
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
-        return self.kernel.packed(q, self._kept(k), self._kept(v), *told)
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return self.kernel.packed(q, self._kept(k), self._kept(v), *rest)
 
-    def cached(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
-        return self.kernel.cached(q, self._kept(k), self._kept(v), *told)
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return self.kernel.cached(q, self._kept(k), self._kept(v), *rest)
 
 
 def movable(x: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ class Suffixes:
         if ring not in self._places:
             column = torch.arange(self.width, device=self.slots.device)
             count = self.counts[:, None]
-            kept = (column < count) & (column >= count - ring)
-            slot = self.slots[:, None].expand_as(kept).masked_fill(~kept, self.dump)
+            stays = (column < count) & (column >= count - ring)
+            slot = self.slots[:, None].expand_as(stays).masked_fill(~stays, self.dump)
             seen = self.starts.clamp(max=ring - 1)[:, None]  # old tokens that the first new one sees
             order = torch.arange(min(self.furthest, ring - 1) + self.width, device=self.slots.device)
             old = (self.starts[:, None] - seen + order) % ring
@@ -135,11 +135,11 @@ class Suffixes:
         return self._places[ring]
 
 
-def blank(size: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> Tensor:
+def blank(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Make zeros: on the host as the operating system hands them out when they are first touched: most of a cache never
     is, and to write all of it took 0.25 s before the first token at depth 12."""
-    if place.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=place)
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
     return torch.frombuffer(pages, dtype=dtype).view(size)
 
@@ -154,19 +154,19 @@ class KVCache:
         slots: int,
         context: int,
         dtype: torch.dtype,
-        place: torch.device,
+        device: torch.device,
         *,
         mixes: bool = True,
-        kept: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """`kept`: the dtype of keys and values, if it is another."""
-        self.places, self.dump, self.kept = shape.windows(context), slots, kept or dtype
+        """`cache_dtype`: the dtype of keys and values, if it is another."""
+        self.places, self.dump, self.dtype = shape.windows(context), slots, cache_dtype or dtype
         sizes = [(slots + 1, places, shape.kv_heads, shape.head_dim) for places in self.places]
-        self.keys = [blank(size, self.kept, place) for size in sizes]
-        self.values = [blank(size, self.kept, place) for size in sizes]
+        self.keys = [blank(size, self.dtype, device) for size in sizes]
+        self.values = [blank(size, self.dtype, device) for size in sizes]
         kept_tokens = FIRST_BLOCK + context // PREFIX_BLOCK
         both = (slots + 1, kept_tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim)
-        self.raw = [blank(both, dtype, place) for _ in sizes if mixes]
+        self.raw = [blank(both, dtype, device) for _ in sizes if mixes]
 
     @property
     def bytes(self) -> int:
@@ -253,7 +253,7 @@ class KVCache:
     def _both(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The cache of a layer's keys and values, each with the new ones to be written, in its dtype."""
         both = (self.keys[layer], k), (self.values[layer], v)
-        return [(movable(cache), movable(narrowed(new, self.kept))) for cache, new in both]
+        return [(movable(cache), movable(narrowed(new, self.dtype))) for cache, new in both]
 
     def _keep(self, layer: int, kept_tokens: KeptTokens, qkv: Tensor) -> None:
         rows = torch.arange(qkv.size(0), device=qkv.device)[:, None]
@@ -264,9 +264,9 @@ class KVCache:
         position start; 0, or 1 where the token before stands in front."""
         rows = []
         for slot, start, end in zip(slots, starts, ends):
-            kept = [(slot, (end - 1) % 2, end - 1), (slot, SECOND_LAST, max(end - 2, start - first))]
-            kept += [(slot, block_place(border), border - 1) for border in borders(start, end)]
-            rows.append([(slot, place, position - start + first) for slot, place, position in kept])
+            tokens = [(slot, (end - 1) % 2, end - 1), (slot, SECOND_LAST, max(end - 2, start - first))]
+            tokens += [(slot, block_place(border), border - 1) for border in borders(start, end)]
+            rows.append([(slot, place, position - start + first) for slot, place, position in tokens])
         most = max(map(len, rows))
         filled = [row + [(self.dump, 0, 0)] * (most - len(row)) for row in rows]
         return np.asarray(filled, dtype=np.int64).transpose(2, 0, 1)
@@ -278,11 +278,11 @@ class KVCache:
         (R,): as Attention.cached wants them, if the padding counts as tokens."""
         where = suffixes.places(self.places[layer])
         both = []
-        for (cache, kept), new in zip(self._both(layer, k, v), (k, v)):
+        for (cache, written), new in zip(self._both(layer, k, v), (k, v)):
             old = cache[suffixes.slots[:, None], where.old]  # a copy, so that writing does not change it
-            old = old.view(self.kept).to(new.dtype)
+            old = old.view(self.dtype).to(new.dtype)
             both.append(torch.where(where.is_old, old, new[suffixes.rows, where.new]))
-            cache.index_put_((where.slot, where.place), kept)
+            cache.index_put_((where.slot, where.place), written)
         return both[0], both[1], where.lengths
 
     def shift_suffixes(

@@ -68,8 +68,8 @@ class _StepKey(NamedTuple):
 
 
 class Decoder:
-    """A model with `slots` rows of up to `context` tokens. `graphs`: capture steps where the chip can; `kept`: dtype of
-    the KV cache, if it is not the model's; `readout`: how logits are computed, as a trainer computes them."""
+    """A model with `slots` rows of up to `context` tokens. `graphs`: capture steps where the chip can; `cache_dtype`:
+    dtype of the KV cache, if it is not the model's; `readout`: how logits are computed, as a trainer computes them."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Decoder:
         context: int,
         compiled: bool = False,
         graphs: bool = True,
-        kept: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
         readout: Readout | None = None,
     ) -> None:
         self.model, self.kernel, self.device, self.place = model, kernel, device, place
@@ -93,7 +93,9 @@ class Decoder:
         shape = model.shape
         self.vocab, self.scale = shape.vocab, model.scale
         self.readout = readout or Readout()
-        self.cache = KVCache(shape, slots, context, model.dtype, place, mixes=model.mixes_neighbours, kept=kept)
+        self.cache = KVCache(
+            shape, slots, context, model.dtype, place, mixes=model.mixes_neighbours, cache_dtype=cache_dtype
+        )
         model.rope(context, model.dtype, place)  # what a graph reads must be made before it is captured
         integers = partial(torch.full, dtype=torch.int64, device=place)
         self.token = integers((slots,), 0)  # the newest token of each row, not yet in the cache

@@ -94,9 +94,9 @@ class TextStream:
             self.text += text
             return [Piece("text", text)]
         waiting = self._waiting + text
-        found = [place for stop in self.stop if (place := waiting.find(stop)) >= 0]
-        self.stopped = bool(found)
-        cut = min(found) if found else len(waiting) - held_back(waiting, self.stop)
-        shown, self._waiting = waiting[:cut], "" if found else waiting[cut:]
+        stops_at = [place for stop in self.stop if (place := waiting.find(stop)) >= 0]
+        self.stopped = bool(stops_at)
+        cut = min(stops_at) if stops_at else len(waiting) - held_back(waiting, self.stop)
+        shown, self._waiting = waiting[:cut], "" if stops_at else waiting[cut:]
         self.text += shown
         return [Piece("text", shown)] if shown else []

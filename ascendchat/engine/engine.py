@@ -80,7 +80,7 @@ class Engine:
     `graphs`: False where nothing can be captured, as in a trainer's process on NPUs. `version`: of the model's weights.
     `reuse`: False reads every prompt from its beginning; `min_reuse`: tokens in the cache that are worth going on
     behind. `prefill_tokens`: so many tokens of prompts, padding included, are read between two steps of the rows that
-    run; longer prompts are cut. `kept`: dtype of the KV cache, if not the model's; `readout`: see Decoder.
+    run; longer prompts are cut. `cache_dtype`: dtype of the KV cache, if not the model's; `readout`: see Decoder.
     """
 
     elsewhere = False
@@ -101,13 +101,21 @@ class Engine:
         reuse: bool = True,
         min_reuse: int | None = None,
         prefill_tokens: int | None = None,
-        kept: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
         readout: Readout | None = None,
     ) -> None:
         self.tokenizer, self.device, self.context, self.version = tokenizer, device, context, version
         sizes = {"slots": slots, "context": context}
         self.decoder = Decoder(
-            model, kernel, device, place, **sizes, compiled=compiled, graphs=graphs, kept=kept, readout=readout
+            model,
+            kernel,
+            device,
+            place,
+            **sizes,
+            compiled=compiled,
+            graphs=graphs,
+            cache_dtype=cache_dtype,
+            readout=readout,
         )
         self.vocab, special = model.shape.vocab, tokenizer.specials
         self.tool_end, self.output = special["<|tool_end|>"], (special["<|output_start|>"], special["<|output_end|>"])
@@ -465,20 +473,20 @@ class Engine:
             return
         groups, swapped = [], []
         for source, target in zip(sources, targets):
-            length, kept = int(self.decoder.host_length[source]), entries[target]
+            length, prefix = int(self.decoder.host_length[source]), entries[target]
             groups.append([Copy(source, target, length, (length - 1) % 2)])
-            if kept is not None and len(kept.tokens) >= self.prefix_cache.least:
-                groups[-1].append(Copy(target, source, len(kept.tokens), (len(kept.tokens) - 1) % 2))
+            if prefix is not None and len(prefix.tokens) >= self.prefix_cache.least:
+                groups[-1].append(Copy(target, source, len(prefix.tokens), (len(prefix.tokens) - 1) % 2))
             else:
-                kept = None
-            swapped.append((kept, entries[source]))
+                prefix = None
+            swapped.append((prefix, entries[source]))
             entries[source] = entries[target] = None  # nothing of it may be found if a copy fails
         for copies in rounds(groups):
             self.decoder.copy(copies)
         self.decoder.move(sources, targets)
         self.batch.move(np.array(sources), np.array(targets))
-        for source, target, (kept, moved) in zip(sources, targets, swapped):
-            entries[source], entries[target] = kept, moved
+        for source, target, (prefix, moved) in zip(sources, targets, swapped):
+            entries[source], entries[target] = prefix, moved
             state = self.running[source]
             assert state is not None
             self.running[target], self.running[source], state.slot = state, None, target

@@ -133,19 +133,19 @@ def with_moved_borders(text: str) -> str:
 
 def _schemas(whole: Any) -> list[dict[str, Any]]:
     """Every schema in one, itself too; not by recursion, since a stranger says how deep it is."""
-    found, left = [], [whole]
+    schemas, left = [], [whole]
     while left:
         each = left.pop()
         if isinstance(each, list):
             left += each
         elif isinstance(each, dict):
-            found.append(each)
+            schemas.append(each)
             for name, content in each.items():
                 if name in NAMED and isinstance(content, dict):
                     left += content.values()
                 elif name not in DATA:
                     left.append(content)
-    return found
+    return schemas
 
 
 def _borders(part: dict[str, Any], *names: str) -> list[float]:
@@ -200,21 +200,21 @@ class _Memo(Generic[Value]):
 
     def get(self, key: Any, make: Callable[[], Value]) -> Value:
         with self._lock:
-            known = self._known.get(key)
-            if first := known is None:
-                known = self._known[key] = Future()
+            future = self._known.get(key)
+            if first := future is None:
+                future = self._known[key] = Future()
                 if len(self._known) > MAX_KNOWN:
                     self._known.popitem(last=False)
             self._known.move_to_end(key)
         if first:
             try:
-                known.set_result(make())
+                future.set_result(make())
             except BaseException as error:
                 with self._lock:
                     self._known.pop(key, None)
-                known.set_exception(error)
+                future.set_exception(error)
                 raise
-        return known.result()
+        return future.result()
 
 
 class Grammars:

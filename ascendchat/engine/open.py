@@ -38,11 +38,11 @@ def engine_for(
     context: int | None = None,
     *,
     compiled: bool = False,
-    kept: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None,
     readout: Readout | None = None,
 ) -> Engine:
-    """An engine for `slots` rows of up to `context` tokens, by default as many as in training; `kept`: the dtype of its
-    KV cache, if not the model's; `readout`: see Decoder."""
+    """An engine for `slots` rows of up to `context` tokens, by default as many as in training; `cache_dtype`: the dtype
+    of its KV cache, if not the model's; `readout`: see Decoder."""
     device, context = opened.here.device, context or opened.model.shape.seq_len
     if device.type == "cpu" and device.dtype == torch.float32:
         prefer_plain_products()
@@ -55,7 +55,7 @@ def engine_for(
         slots=slots,
         context=context,
         compiled=compiled,
-        kept=kept,
+        cache_dtype=cache_dtype,
         readout=readout,
     )
 
@@ -64,7 +64,7 @@ def engine_for(
 def try_engine(opened: OpenedFolder) -> None:
     """A few tokens through cache and sampling, of a model that no test knows: a UserError if the answer does not have
     the probabilities of the row that it makes. Windows are shorter than the row meanwhile, as in models/trial.py."""
-    model, found = opened.model, None
+    model, trouble = opened.model, None
     if model.shape.model_type in PROVEN:
         return
     prompt, width = trial_row(model)[0, :-4].tolist(), len(trial_row(model)[0])
@@ -72,17 +72,17 @@ def try_engine(opened: OpenedFolder) -> None:
         with short_windows(model):
             device, host = pick("cpu", dtype="fp32", compiled=False), torch.device("cpu")
             engine = Engine(model, KERNEL, opened.tokenizer, device, host, slots=2, context=width + 1, graphs=False)
-            asked = Sampling(max_tokens=4, temperature=0.0, logprobs=True, stop_tokens=())
-            (answer,) = engine.generate([Request(prompt, asked)])
+            sampling = Sampling(max_tokens=4, temperature=0.0, logprobs=True, stop_tokens=())
+            (answer,) = engine.generate([Request(prompt, sampling)])
             row = torch.tensor([[*prompt, *answer.ids]])
             logits = model.cap(model(row, dense(model, KERNEL, width)) @ model.head.t())[0, len(prompt) - 1 : -1]
-            told = logits[:, : model.shape.vocab].log_softmax(-1).gather(-1, row[0, len(prompt) :, None])[:, 0]
-            far = distance(model, logits + (told - torch.tensor(answer.logprobs))[:, None], logits)
-            found = f"log-probabilities differ by {far:.2g}" if far > tolerance(model) else None
+            logprobs = logits[:, : model.shape.vocab].log_softmax(-1).gather(-1, row[0, len(prompt) :, None])[:, 0]
+            gap = distance(model, logits + (logprobs - torch.tensor(answer.logprobs))[:, None], logits)
+            trouble = f"log-probabilities differ by {gap:.2g}" if gap > tolerance(model) else None
     except TROUBLE as error:
-        found = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if found:
+        trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if trouble:
         raise UserError(
             f"model type {model.shape.model_type!r} cannot be generated with: its keys and values do not fit our cache "
-            f"({found}); choose another model"
+            f"({trouble}); choose another model"
         )

@@ -37,7 +37,7 @@ def to_device(values: Any, place: torch.device, pin: bool, dtype: torch.dtype = 
 
 def to_device_at_once(*arrays: Any, place: torch.device, pin: bool) -> list[Tensor]:
     """Whole numbers of any shapes to the device in one copy, int64."""
-    known = [np.asarray(array, dtype=np.int64) for array in arrays]
-    flat = to_device(np.concatenate([array.ravel() for array in known]), place, pin)
-    parts = flat.split([array.size for array in known])
-    return [part.view(array.shape) for part, array in zip(parts, known)]
+    integers = [np.asarray(array, dtype=np.int64) for array in arrays]
+    flat = to_device(np.concatenate([array.ravel() for array in integers]), place, pin)
+    parts = flat.split([array.size for array in integers])
+    return [part.view(array.shape) for part, array in zip(parts, integers)]

@@ -171,8 +171,8 @@ def ranked(report: Sequence[float], count: int) -> list[tuple[int, float]]:
     """The `count` likeliest tokens with their log probabilities, from what the device reported of one row: ids, then
     log probabilities. Equals come in the order of their ids."""
     half = len(report) // 2
-    found = zip(map(int, report[:half]), report[half:])
-    return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:count]
+    pairs = zip(map(int, report[:half]), report[half:])
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
 
 
 def normaliser(logits: Tensor) -> Tensor:
@@ -259,14 +259,14 @@ def seed_keys(seed: int) -> tuple[float, ...]:
     return tuple((word >> 52 | 1) * WIDE if wide else (word >> 53 | 1) * NARROW for word, wide in zip(words, wide))
 
 
-def columns(count: int, place: torch.device | str = "cpu") -> Tensor:
+def columns(count: int, device: torch.device | str = "cpu") -> Tensor:
     """(2, count) float32: the block of every token; made once, it stays on the device."""
     number = np.arange(count, dtype=np.int64)
     for factor in (0x5BD1E5, 0x2C1B3D, 0x297A2D):  # three times: a bijection of 23 bits that leaves no pattern
         number = (number * factor + 0x1234567) & (2**23 - 1)
         number ^= number >> 11
     both = np.stack(((number >> 11) * LEFT + LEFT / 2, (number & 2047) * RIGHT + RIGHT / 2))
-    return torch.from_numpy(both.astype(np.float32)).to(place)
+    return torch.from_numpy(both.astype(np.float32)).to(device)
 
 
 def mixed(changed: Tensor, other: Tensor, key: Tensor, step: float) -> Tensor:

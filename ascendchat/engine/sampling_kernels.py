@@ -176,11 +176,11 @@ def choose(
     parts = triton.cdiv(vocab, block)
     best, most, total = (torch.empty(rows, parts, device=logits.device) for _ in range(3))
     column = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    found: tuple[Any, ...] = best, column, most, total
-    known = logits, settings.temperature, settings.seed, state.length, blocks
+    partial: tuple[Any, ...] = best, column, most, total
+    inputs = logits, settings.temperature, settings.seed, state.length, blocks
     options: dict[str, Any] = {"softcap": softcap, "pdl": overlaps, **({"launch_pdl": True} if overlaps else {})}
-    _look[rows, parts](*known, *found, vocab, random=random, block=block, num_warps=warps, **options)
+    _look[rows, parts](*inputs, *partial, vocab, random=random, block=block, num_warps=warps, **options)
     report = torch.empty(2, rows, device=logits.device)
     width = triton.next_power_of_2(parts)
-    _note[(rows,)](logits, *found, read, *state, report, rows, vocab, parts=parts, width=width, **options)
+    _note[(rows,)](logits, *partial, read, *state, report, rows, vocab, parts=parts, width=width, **options)
     return report

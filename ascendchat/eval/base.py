@@ -18,7 +18,7 @@ import numpy as np
 from ascendchat.config.generate import EvalBaseConfig
 from ascendchat.data.corpus import Corpus, open_corpora
 from ascendchat.device import pick
-from ascendchat.engine.cache import Narrowed, kept_dtype
+from ascendchat.engine.cache import Narrowed, kv_cache_dtype
 from ascendchat.engine.open import open_for_generation
 from ascendchat.errors import UserError, home
 from ascendchat.eval import core
@@ -56,7 +56,7 @@ def run(config: EvalBaseConfig) -> int:
     most = None if config.max_per_task == -1 else config.max_per_task
     with joined(pick(config.device_type), sys.stderr if config.json else None) as here:
         opened = open_for_generation(here, config, "base")
-        if (kept := kept_dtype(config.kv_cache_dtype, here.device)) is not None:
+        if (kept := kv_cache_dtype(config.kv_cache_dtype, here.device)) is not None:
             opened = replace(opened, kernel=cast(Attention, Narrowed(opened.kernel, kept)))
         corpora = corpora_of(config, opened) if "bpb" in config.eval else []
         bundle = Path(config.bundle or home() / "data" / "core").absolute()

@@ -86,12 +86,12 @@ def own_fields(chunk: Chunk, before: int) -> dict[str, Any]:
     """The weights that wrote these tokens: one version, or one for each where they differ; and whether the time of the
     answer was over before its end, since "length" may mean that, too."""
     versions = chunk.versions
-    found: dict[str, Any] = {"weight_version": versions[0] if versions else before}
+    fields: dict[str, Any] = {"weight_version": versions[0] if versions else before}
     if len(set(versions)) > 1:
-        found["weight_versions"] = versions
+        fields["weight_versions"] = versions
     if chunk.finish_reason == "timeout":
-        found["timed_out"] = True
-    return found
+        fields["timed_out"] = True
+    return fields
 
 
 class _Answers:
@@ -134,15 +134,15 @@ class _Answers:
 
     def extras(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
         """Log-probabilities and ids of the tokens in a chunk."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if choice.report is not None:
             rows = choice.report.feed(chunk)
-            found["logprobs"] = self.logprobs(rows) if rows else None
+            fields["logprobs"] = self.logprobs(rows) if rows else None
         if self.wanted.token_ids:
-            found["token_ids"] = chunk.ids
+            fields["token_ids"] = chunk.ids
             if choice.count == len(chunk.ids):  # the first one
-                found["prompt_token_ids"] = list(choice.prompt)
-        return found
+                fields["prompt_token_ids"] = list(choice.prompt)
+        return fields
 
     def usage(self) -> dict[str, Any]:
         """Tokens; a prompt counts once, however many answers it has."""
@@ -188,7 +188,7 @@ class _Answers:
 
     def whole(self, chunks: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
         """The object of an answer at once."""
-        found = []
+        choices = []
         for choice, given in zip(self.choices, chunks):
             chunk = joined(given)
             choice.take(chunk)
@@ -199,8 +199,8 @@ class _Answers:
             calculations = [{"kind": p.kind, "text": p.text} for p in texts(chunk.pieces) if p.kind != "text"]
             own = own_fields(chunk, choice.version)
             one["ascendchat"] = {**own, "tool": calculations} if calculations and not choice.calls else own
-            found.append(one)
-        return {**self._head(self.object), "choices": found, "usage": self.usage()}
+            choices.append(one)
+        return {**self._head(self.object), "choices": choices, "usage": self.usage()}
 
     # ---- what differs --------------------------------------------------------------------------
 
@@ -232,17 +232,17 @@ class ChatAnswers(_Answers):
         return b"".join(self.event(choice, inner, nothing) for choice in self.choices)
 
     def inners(self, choice: Choice, chunk: Chunk) -> list[bytes]:
-        found = []
+        contents = []
         for kind, text in texts(chunk.pieces):
             if kind == "text":
-                found.append(b'"delta":{"content":%b}' % quoted(text).encode())
+                contents.append(b'"delta":{"content":%b}' % quoted(text).encode())
             elif choice.calls is None:
                 own = {"tool": {"kind": kind, "text": text}}
-                found.append(f'"delta":{{"content":"","ascendchat":{json.dumps(own)}}}'.encode())
+                contents.append(f'"delta":{{"content":"","ascendchat":{json.dumps(own)}}}'.encode())
         if choice.calls is not None:
             for delta in choice.calls.feed(chunk.ids, over=bool(chunk.finish_reason)):
-                found.append(f'"delta":{{"tool_calls":[{json.dumps(delta.json)}]}}'.encode())
-        return found
+                contents.append(f'"delta":{{"tool_calls":[{json.dumps(delta.json)}]}}'.encode())
+        return contents
 
     def message(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
         text = "".join(piece.text for piece in chunk.pieces if piece.kind == "text")
@@ -370,8 +370,8 @@ def text_logprobs(tokenizer: Tokenizer, rows: Sequence[_Row], as_ids: bool = Fal
     def tops(row: _Row) -> dict[str, float] | None:
         if not row.tops:
             return None
-        found = {name(token): number(logprob) for token, logprob in row.tops}
-        return found if row.logprob is None else {name(row.id): number(row.logprob), **found}
+        likeliest = {name(token): number(logprob) for token, logprob in row.tops}
+        return likeliest if row.logprob is None else {name(row.id): number(row.logprob), **likeliest}
 
     return {
         "tokens": [name(row.id) for row in rows],

@@ -134,7 +134,7 @@ def version_routes() -> APIRouter:
 def page_routes() -> APIRouter:
     """The web page; not part of the API document."""
     router = APIRouter(include_in_schema=False)
-    known = {path.name: path for path in WEB.iterdir() if path.is_file()} if WEB.is_dir() else {}
+    pages = {path.name: path for path in WEB.iterdir() if path.is_file()} if WEB.is_dir() else {}
 
     @router.get("/")
     async def index() -> Response:
@@ -142,9 +142,9 @@ def page_routes() -> APIRouter:
 
     @router.get("/web/{name}")
     async def page(name: str) -> Response:
-        if name not in known:
+        if name not in pages:
             raise ApiError(404, f"there is no page {name}")
-        return FileResponse(known[name])
+        return FileResponse(pages[name])
 
     return router
 
@@ -241,10 +241,10 @@ def described(app: FastAPI) -> None:
             schemas = made.setdefault("components", {}).setdefault("schemas", {})
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            _, found = models_json_schema(
+            _, definitions = models_json_schema(
                 [(model, "validation") for model in _taken.values()], ref_template=PLACE, schema_generator=PublicNames
             )
-            schemas.update(found["$defs"])
+            schemas.update(definitions["$defs"])
             app.openapi_schema = made
         return app.openapi_schema
 

@@ -54,12 +54,12 @@ class LargeRequests:
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._work(model))
         try:
-            found = await asyncio.wait_for(answer, self.config.queue_timeout)
+            result = await asyncio.wait_for(answer, self.config.queue_timeout)
         except asyncio.TimeoutError:
             raise ApiError.busy("the request could not be read in time; try again later", 1) from None
-        if isinstance(found, ApiError):
-            raise found
-        return found
+        if isinstance(result, ApiError):
+            raise result
+        return result
 
     async def _work(self, model: ServedModel) -> None:
         """Until nothing waits."""
@@ -68,12 +68,12 @@ class LargeRequests:
             if answer.done():  # nobody waits for it any more
                 continue
             try:
-                found = await self._ask(job, model)
+                result = await self._ask(job, model)
             except OSError as error:
                 print(f"no process can be started that reads large requests: {error}", file=sys.stderr, flush=True)
-                found = ApiError.busy("large requests cannot be read now; try again later", 1)
+                result = ApiError.busy("large requests cannot be read now; try again later", 1)
             if not answer.done():
-                answer.set_result(found)
+                answer.set_result(result)
 
     async def _ask(self, job: LargeRequest, model: ServedModel) -> Any:
         """The process's answer. A process that was killed is followed by another, once: it may have been dead before it

@@ -186,11 +186,11 @@ def read_tokens(content: bytes, model: ServedModel) -> list[bytes]:
         ids = rendered(model, body.messages, tools, options, body.add_generation_prompt)
     else:
         ids = [*tokenizer.opening] * body.add_special_tokens + tokenizer.encode(body.prompt or "")
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": model.context, "tokens": ids}
+    fields: dict[str, Any] = {"count": len(ids), "max_model_len": model.context, "tokens": ids}
     if body.return_token_strs:
         texts = {token: tokenizer.decode([token]) for token in set(ids)}
-        found["token_strs"] = [texts[token] for token in ids]
-    return in_pieces(found)
+        fields["token_strs"] = [texts[token] for token in ids]
+    return in_pieces(fields)
 
 
 def read_ids(content: bytes, model: ServedModel) -> list[bytes]:

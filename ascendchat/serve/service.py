@@ -72,8 +72,8 @@ class Service:
     @property
     def fingerprint(self) -> str:
         """A fingerprint of the weights: equal ones have equal fingerprints."""
-        known = (process.checksum for process in self.pool.processes if process.checksum)
-        return f"fp_{next(known, self.about.checksum)}"
+        checksums = (process.checksum for process in self.pool.processes if process.checksum)
+        return f"fp_{next(checksums, self.about.checksum)}"
 
     @property
     def model(self) -> ServedModel:

@@ -35,13 +35,13 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 def native(function: Function) -> bool:
     """True if a tool is the calculator that our models know."""
     schema = function.parameters or {}
-    known = (schema.get("properties") or {}).get("expression")
+    expression = (schema.get("properties") or {}).get("expression")
     return (
         function.name == CALCULATOR
         and list(schema.get("properties") or {}) == ["expression"]
-        and isinstance(known, dict)
-        and known.get("type") == "string"
-        and set(known) <= {"type", "description", "title"}
+        and isinstance(expression, dict)
+        and expression.get("type") == "string"
+        and set(expression) <= {"type", "description", "title"}
     )
 
 
@@ -193,8 +193,8 @@ class CallReader:
             return []
         if not self._held.startswith("{"):
             self._name, self._native = CALCULATOR, True
-        elif found := OPENING.match(self._held):
-            self._name, self._held = found[1], self._held[found.end() :]
+        elif match := OPENING.match(self._held):
+            self._name, self._held = match[1], self._held[match.end() :]
         else:
             return []
         self.count += 1

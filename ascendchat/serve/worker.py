@@ -24,7 +24,7 @@ from ascendchat.checkpoint import Checkpoint, Damaged, read_file, verify
 from ascendchat.config.serve import ServeConfig
 from ascendchat.config.train import STAGES
 from ascendchat.device import describe, pick
-from ascendchat.engine.cache import kept_dtype
+from ascendchat.engine.cache import kv_cache_dtype
 from ascendchat.engine.engine import Engine, RequestState
 from ascendchat.engine.grammar import STACK, Matcher, grammars
 from ascendchat.engine.open import engine_for, open_for_generation
@@ -89,10 +89,12 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     trained = getattr(opened.model.shape, "longest", opened.model.shape.seq_len)
     if index == 0 and (config.context or 0) > trained:
         here.say(f"--context {config.context}: the model was trained on {trained} tokens; beyond, answers get worse")
-    kept = kept_dtype(config.kv_cache_dtype, device)
+    cache_dtype = kv_cache_dtype(config.kv_cache_dtype, device)
     # a trainer compares log-probabilities: it computes the head in float32 too
     readout = Float32Readout(device.dtype, here.place) if config.weight_updates else None
-    engine = engine_for(opened, slots, config.context, compiled=config.compile, kept=kept, readout=readout)
+    engine = engine_for(
+        opened, slots, config.context, compiled=config.compile, cache_dtype=cache_dtype, readout=readout
+    )
     if config.compile:
         engine.prepare(here.say)
     saved = opened.checkpoint
@@ -197,8 +199,8 @@ class Worker:
         grammar = request.sampling.grammar
         assert grammar is not None
         try:
-            known = grammars(self.engine.tokenizer)
-            waiting.matcher = known.matcher(grammar, request.salt, tried=True)  # by the front
+            compiler = grammars(self.engine.tokenizer)
+            waiting.matcher = compiler.matcher(grammar, request.salt, tried=True)  # by the front
         except ValueError as error:
             waiting.matcher = str(error)
         os.write(self._tell, b".")
@@ -254,8 +256,8 @@ class Worker:
                 if self.checked and what.version == self.engine.version and not self.has(self.checked[1]):
                     raise ValueError(f"version {what.version} is in use with other weights; give these another number")
             else:
-                known = self.checked if self.checked and self.checked[0] == what.source else None
-                weights, model = known[1:] if known else self.read(what.source)
+                checked = self.checked if self.checked and self.checked[0] == what.source else None
+                weights, model = checked[1:] if checked else self.read(what.source)
                 self.checked = None
                 self.engine.load(weights, what.version, checked=True)
                 fresh = checksum(self.engine.decoder.model.state_dict())

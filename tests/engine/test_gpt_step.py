@@ -31,7 +31,7 @@ OVERLAPS = [False, True] if CUDA and torch.cuda.get_device_capability() >= (9, 0
 CONTEXT = 640
 
 
-def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int], kept: torch.dtype | None = None) -> Decoder:
+def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int], cache_dtype: torch.dtype | None = None) -> Decoder:
     """Rows that have read prompts of these lengths."""
     torch.manual_seed(0)
     model = GPT(shape)
@@ -40,7 +40,7 @@ def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int], kept: torch.dt
     model = model.requires_grad_(False).to_compute(dtype).to(PLACE)
     device = pick(PLACE.type, compiled=False)
     torch.set_float32_matmul_precision("highest")  # `pick` allows tf32 where it chooses bfloat16
-    made = Decoder(model, Reference(), device, PLACE, slots=5, context=CONTEXT, graphs=False, kept=kept)
+    made = Decoder(model, Reference(), device, PLACE, slots=5, context=CONTEXT, graphs=False, cache_dtype=cache_dtype)
     requests = [Request(torch.randint(0, shape.vocab, (n,)).tolist(), Sampling(temperature=0.0)) for n in prompts]
     made.prefill(requests, list(range(len(prompts))), Mode())
     return made
@@ -61,7 +61,7 @@ TIERS["some, parts"] = {**TIERS["some"], "LONG": 0}
 
 
 @pytest.mark.parametrize("overlaps", OVERLAPS, ids=lambda overlaps: "overlapping" if overlaps else "in turn")
-@pytest.mark.parametrize("kept", [None, EIGHT_BITS], ids=["whole", "8 bits"])
+@pytest.mark.parametrize("cache_dtype", [None, EIGHT_BITS], ids=["whole", "8 bits"])
 @pytest.mark.parametrize(
     ("tier", "prompts"),
     [
@@ -80,7 +80,7 @@ def test_a_step_equals_the_plain_one(
     shape: Shape,
     tier: str,
     prompts: list[int],
-    kept: torch.dtype | None,
+    cache_dtype: torch.dtype | None,
     overlaps: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -90,9 +90,9 @@ def test_a_step_equals_the_plain_one(
 
     for name, value in TIERS[tier].items():
         monkeypatch.setattr(gpt_step, name, value)
-    if kept and not (CUDA and torch.cuda.get_device_capability() >= (8, 9)):
+    if cache_dtype and not (CUDA and torch.cuda.get_device_capability() >= (8, 9)):
         pytest.skip("no numbers of 8 bits here; Triton's interpreter drops the carry when it rounds to them")
-    found, wanted = (decoder(shape, torch.float32, prompts, kept) for _ in range(2))
+    found, wanted = (decoder(shape, torch.float32, prompts, cache_dtype) for _ in range(2))
     rows = len(prompts)
     found.override[0] = wanted.override[0] = 7
     cache = found.cache
@@ -105,7 +105,7 @@ def test_a_step_equals_the_plain_one(
     assert torch.equal(positions, position)
     bound = found.model.softcap
     # What lies between two numbers of 8 bits may become either.
-    near = {"atol": 0.05, "rtol": 0.05} if kept else {"atol": 2e-4, "rtol": 1e-4}
+    near = {"atol": 0.05, "rtol": 0.05} if cache_dtype else {"atol": 2e-4, "rtol": 1e-4}
     torch.testing.assert_close(bound * torch.tanh(logits / bound), exact, **near)
     held = wanted.cache
     both = zip((*cache.keys, *cache.values, *cache.raw), (*held.keys, *held.values, *held.raw), strict=True)
@@ -117,12 +117,12 @@ def test_a_step_equals_the_plain_one(
 
 
 @pytest.mark.parametrize(
-    ("shape", "kept", "ahead"),
+    ("shape", "cache_dtype", "ahead"),
     [("plain", EIGHT_BITS, 32), ("grouped", EIGHT_BITS, 0), ("grouped", None, 32)],
     ids=["16 bytes", "24 bytes", "96 bytes"],
 )
 def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
-    shape: str, kept: torch.dtype | None, ahead: int, monkeypatch: pytest.MonkeyPatch
+    shape: str, cache_dtype: torch.dtype | None, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of 24 channels in 8 bits are none, and the chip stops at such an instruction."""
     from ascendchat.engine import gpt_step
@@ -139,7 +139,7 @@ def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
 
     monkeypatch.setattr(gpt_step, "FEW_TILES", gpt_step.FEW_TILES._replace(ahead=32))
     monkeypatch.setattr(gpt_step.kernels, "attend", Attend())
-    made = decoder(SHAPES[shape], torch.float32, [3], kept)
+    made = decoder(SHAPES[shape], torch.float32, [3], cache_dtype)
     cache = made.cache
     step = gpt_step.TokenStep(made.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT)
     with pytest.raises(Told) as told:
