@@ -9,7 +9,7 @@ import torch
 
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device, pick
-from ascendchat.engine.engine import Engine, Job, Request
+from ascendchat.engine.engine import Engine, Request, RequestState
 from ascendchat.nn.attention import Attention, Reference
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import softcap
@@ -63,11 +63,11 @@ def engine(
     place = device.bind(0)
     sizes = {"slots": slots, "context": context, **more}
     found = Engine(made.to(place), kernel or Reference(), tokenizer(), device, place, **sizes)
-    found.ahead = found.ahead if late is None else late
+    found.lag = found.lag if late is None else late
     return found
 
 
-def finish(running: Engine, *jobs: Job) -> None:
+def finish(running: Engine, *jobs: RequestState) -> None:
     """Step until they are done, for so many steps as no test of these has."""
     for _ in range(2000):
         if all(job.done for job in jobs):

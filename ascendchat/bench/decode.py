@@ -19,7 +19,7 @@ from ascendchat.config import as_dict
 from ascendchat.config.generate import BenchDecodeConfig
 from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer
 from ascendchat.device import Device, pick
-from ascendchat.engine.cache import kept_dtype
+from ascendchat.engine.cache import kv_cache_dtype
 from ascendchat.engine.engine import Engine, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.nn.attention import choose
@@ -61,13 +61,13 @@ def measure(engine: Engine, requests: list[Request], device: Device) -> tuple[fl
     return time.perf_counter() - began, jobs[0].launched - before
 
 
-def read_bytes(shape: Shape, batch: int, length: float, size: int, kept: int) -> float:
-    """Bytes that one step must read: the weights once, the cache of every row; of `size` and `kept` bytes a number."""
-    return size * shape.read_parameters(batch) + kept * batch * shape.kv_elements(max(1, round(length)))
+def read_bytes(shape: Shape, batch: int, length: float, size: int, cache_size: int) -> float:
+    """Bytes that one step must read: the weights once, the cache of every row; `size`, `cache_size`: bytes a number."""
+    return size * shape.read_parameters(batch) + cache_size * batch * shape.kv_elements(max(1, round(length)))
 
 
 def run(config: BenchDecodeConfig) -> int:
-    """The command."""
+    """Run `ascendchat bench decode`."""
     if config.prompt_tokens + config.new_tokens > config.context:
         raise UserError("--prompt-tokens and --new-tokens together must not exceed --context")
     with joined(pick(config.device_type, compiled=config.compile)) as here:
@@ -84,7 +84,7 @@ def bench(config: BenchDecodeConfig, here: Context) -> int:
     model.initialise(0)
     model = model.requires_grad_(False).to_compute(device.dtype).to(here.place)
     tokenizer, size = two_byte_tokenizer(config.vocab_size), model.head.element_size()
-    kept = kept_dtype(config.kv_cache_dtype, device)
+    cache_dtype = kv_cache_dtype(config.kv_cache_dtype, device)
     length = config.prompt_tokens + config.new_tokens / 2
     rows: list[dict[str, Any]] = []
     say(f"{'batch':>6} {'tok/s':>10} {'ms/step':>9} {'bandwidth':>10} {'memory GiB':>11}")
@@ -99,12 +99,12 @@ def bench(config: BenchDecodeConfig, here: Context) -> int:
             slots=batch,
             context=config.context,
             compiled=device.compiles,
-            kept=kept,
+            cache_dtype=cache_dtype,
             reuse=False,
             prefill_tokens=2 * batch * config.context,  # all prompts before the first step
         )
         seconds, steps = measure(engine, requests_of(config, batch), device)
-        read = read_bytes(shape, batch, length, size, kept.itemsize if kept else size)
+        read = read_bytes(shape, batch, length, size, cache_dtype.itemsize if cache_dtype else size)
         bandwidth = read * steps / seconds / device.chip.bandwidth
         row = {
             "batch": batch,

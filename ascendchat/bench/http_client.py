@@ -26,7 +26,7 @@ OnEvent = Callable[[bytes], None]
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server is, and the key it wants."""
+    """Address of a server, and its API key."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class Address:
         return cls(parts.hostname, port or (443 if secure else 80), secure, base, api_key)
 
     def head(self, method: str, path: str, length: int) -> bytes:
-        """Request line and headers."""
+        """The request line and headers as bytes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {self.base}{path} HTTP/1.1", f"Host: {host}:{self.port}", f"Content-Length: {length}"]
         lines += ["Content-Type: application/json", "Accept: application/json, text/event-stream"]
@@ -58,7 +58,7 @@ class Address:
 
 
 @dataclass
-class Reply:
+class ClientReply:
     """A whole answer; of a stream of events only what was no event."""
 
     status: int
@@ -74,7 +74,7 @@ class Lost(Exception):
         self.begun = begun
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection; `post` and `get` one after the other."""
 
     def __init__(self, address: Address) -> None:
@@ -83,19 +83,19 @@ class Connection(asyncio.Protocol):
         self.used = 0  # requests it has carried
         self._transport: asyncio.Transport
         self._buffer = bytearray()
-        self._waiting: asyncio.Future[Reply] | None = None
+        self._waiting: asyncio.Future[ClientReply] | None = None
 
-    async def post(self, path: str, content: Any, on_event: OnEvent | None = None) -> Reply:
+    async def post(self, path: str, content: Any, on_event: OnEvent | None = None) -> ClientReply:
         """Send JSON; every event of a streamed answer goes to `on_event` at once."""
         return await self._exchange("POST", path, json.dumps(content).encode(), on_event)
 
-    async def get(self, path: str) -> Reply:
+    async def get(self, path: str) -> ClientReply:
         return await self._exchange("GET", path, b"", None)
 
-    async def _exchange(self, method: str, path: str, body: bytes, on_event: OnEvent | None) -> Reply:
+    async def _exchange(self, method: str, path: str, body: bytes, on_event: OnEvent | None) -> ClientReply:
         if self.closed:
             raise Lost(begun=False)
-        self._reply: Reply | None = None
+        self._reply: ClientReply | None = None
         self._on_event = on_event
         self._left = 0  # bytes to come: of the body, or of this chunk and its line end
         self._chunked = self._events = False
@@ -151,7 +151,7 @@ class Connection(asyncio.Protocol):
         status = int(first.split(" ")[1])
         if status < 200:  # 100 Continue: the answer is still to come
             return True
-        self._reply = Reply(status, headers)
+        self._reply = ClientReply(status, headers)
         self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
         self._events = headers.get("content-type", "").startswith("text/event-stream") and self._on_event is not None
         self._left = 0 if self._chunked else int(headers.get("content-length", -1))
@@ -160,7 +160,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _read_body(self) -> bool:
-        """What has come of the body; False when more is needed first."""
+        """Take what has come of the body; False when more is needed first."""
         if self._chunked and not self._left:
             end = self._buffer.find(b"\r\n")
             if end < 0:
@@ -218,9 +218,11 @@ def first_key(file: str) -> str:
     return keys[0]
 
 
-async def connect(address: Address) -> Connection:
-    """A connection to the server; OSError when there is none to be had."""
+async def connect(address: Address) -> ClientConnection:
+    """Open a connection to the server; OSError when there is none to be had."""
     loop = asyncio.get_running_loop()
     context = ssl.create_default_context() if address.secure else None
-    _, connection = await loop.create_connection(lambda: Connection(address), address.host, address.port, ssl=context)
+    _, connection = await loop.create_connection(
+        lambda: ClientConnection(address), address.host, address.port, ssl=context
+    )
     return connection

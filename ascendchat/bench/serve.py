@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, NamedTuple
 
-from ascendchat.bench.http_client import Address, Connection, Lost, Reply, connect, first_key
+from ascendchat.bench.http_client import Address, ClientConnection, ClientReply, Lost, connect, first_key
 from ascendchat.config import as_dict
 from ascendchat.config.serve import BenchServeConfig
 from ascendchat.errors import UserError
@@ -40,7 +40,7 @@ CLIENTS = 64  # streams that one process follows easily
 
 
 def run(config: BenchServeConfig) -> int:
-    """The command."""
+    """Run `ascendchat bench serve`."""
     address = Address.parse(config.url, first_key(config.api_key_file))
     model = asyncio.run(model_of(address))
     processes = config.processes or max(1, min(-(-config.concurrency // CLIENTS), (os.cpu_count() or 2) // 2))
@@ -92,7 +92,7 @@ async def model_of(address: Address) -> str:
 def load(
     config: BenchServeConfig, address: Address, model: str, processes: int
 ) -> tuple[list[Sample], Sequence[float]]:
-    """All requests of one run, sent by this process or by several."""
+    """Send all requests of one run, from this process or from several."""
     if processes == 1:
         asker = Asker(config, address, model)
         return asyncio.run(send(asker, time.monotonic(), 0, 1)), asker.gaps
@@ -121,7 +121,7 @@ def load(
 
 
 def process(pipe: Pipe, config: BenchServeConfig, address: Address, model: str, index: int, processes: int) -> None:
-    """One of several processes that send."""
+    """Run one of several processes that send."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and with it this one
     pipe.send("ready")
     asker = Asker(config, address, model)
@@ -133,7 +133,7 @@ def process(pipe: Pipe, config: BenchServeConfig, address: Address, model: str, 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Of sorted values, between neighbours where it falls between them."""
+    """A percentile of sorted values, between neighbours where it falls between them."""
     place = (len(values) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(values) - 1)
@@ -145,12 +145,12 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
     if not seconds:
         return None
     ordered = sorted(seconds)
-    found = {f"p{percent}": percentile(ordered, percent) for percent in PERCENTS}
-    return {name: round(value * 1e3, 3) for name, value in {**found, "max": ordered[-1]}.items()}
+    percentiles = {f"p{percent}": percentile(ordered, percent) for percent in PERCENTS}
+    return {name: round(value * 1e3, 3) for name, value in {**percentiles, "max": ordered[-1]}.items()}
 
 
 def measured(samples: Sequence[Sample], gaps: Sequence[float]) -> dict[str, Any]:
-    """What the samples say."""
+    """Throughput and latencies of these samples."""
     whole = [one for one in samples if not one.error]
     began = min((one.arrived for one in samples), default=0.0)
     seconds = max((one.ended for one in whole), default=began) - began
@@ -172,7 +172,7 @@ def measured(samples: Sequence[Sample], gaps: Sequence[float]) -> dict[str, Any]
 
 
 def table(facts: dict[str, Any]) -> str:
-    """The same to read."""
+    """The facts as lines of text."""
     many = f"{facts['concurrency']} clients"
     if facts["arrivals"] == "poisson":
         many = f"{facts['rate']:g} requests/s, at most {facts['concurrency']} at once"
@@ -186,8 +186,8 @@ def table(facts: dict[str, Any]) -> str:
     lines += [f"{count:>8,} x {kind}" for kind, count in facts["errors"].items()]
     lines.append(f"{'milliseconds':<14}" + "".join(f"{name:>11}" for name in [f"p{p}" for p in PERCENTS] + ["max"]))
     for name in ("first_token", "token_gap", "piece_gap", "request"):
-        if found := facts[f"{name}_ms"]:
-            lines.append(f"{name.replace('_', ' '):<14}" + "".join(f"{value:>11,.2f}" for value in found.values()))
+        if values := facts[f"{name}_ms"]:
+            lines.append(f"{name.replace('_', ' '):<14}" + "".join(f"{value:>11,.2f}" for value in values.values()))
     if "serial" in facts:
         serial, times = facts["serial"], facts["times_serial"] or 0
         lines.append(
@@ -229,7 +229,7 @@ class Asker:
     def __init__(self, config: BenchServeConfig, address: Address, model: str) -> None:
         self.config, self.address, self.model = config, address, model
         self.path = "/v1/completions" if config.api == "completions" else "/v1/chat/completions"
-        self.idle: list[Connection] = []
+        self.idle: list[ClientConnection] = []
         self.gaps = array("d")  # seconds between two pieces of an answer
 
     def content(self, number: int) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class Asker:
         return {**common, "messages": [{"role": "user", "content": text.strip()}]}
 
     async def ask(self, number: int, arrived: float) -> Sample:
-        """One request to its end; what goes wrong is in the sample."""
+        """Send one request and read its answer to the end; what goes wrong is in the sample."""
         answer = _Answer(self.gaps)
         try:
             reply = await asyncio.wait_for(self.exchange(self.content(number), answer.take), self.config.timeout)
@@ -270,8 +270,8 @@ class Asker:
         counts = (usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0))
         return Sample(number, arrived, answer.first or now, answer.last or now, now, *counts, error)
 
-    async def exchange(self, content: dict[str, Any], on_event: Callable[[bytes], None]) -> Reply:
-        """Over a connection that is free, or a new one; again if the server had just closed the old one."""
+    async def exchange(self, content: dict[str, Any], on_event: Callable[[bytes], None]) -> ClientReply:
+        """Use a free connection, or a new one; again if the server had just closed the old one."""
         while self.idle:
             connection = self.idle.pop()
             try:
@@ -281,7 +281,7 @@ class Asker:
                     raise
         return await self.over(await connect(self.address), content, on_event)
 
-    async def over(self, connection: Connection, content: Any, on_event: Callable[[bytes], None]) -> Reply:
+    async def over(self, connection: ClientConnection, content: Any, on_event: Callable[[bytes], None]) -> ClientReply:
         reply = await connection.post(self.path, content, on_event)
         if not connection.closed:
             self.idle.append(connection)
@@ -293,7 +293,7 @@ class Asker:
 
 
 class _Answer:
-    """What has come of one streamed answer."""
+    """The progress of one streamed answer."""
 
     def __init__(self, gaps: array[float]) -> None:
         self.gaps = gaps
@@ -302,7 +302,7 @@ class _Answer:
         self.error = ""
 
     def take(self, event: bytes) -> None:
-        """One event. Tokens are counted by the usage at the end: a busy server joins several in one event."""
+        """Take one event. Tokens are counted by the usage at the end: a busy server joins several in one event."""
         if event == b"[DONE]":
             return
         try:
@@ -322,12 +322,12 @@ class _Answer:
 
 
 def says(choice: dict[str, Any]) -> bool:
-    """Whether this part of an event has something of the answer in it; the first and the last often have not."""
+    """True if this part of an event has something of the answer in it; the first and the last often have not."""
     delta = choice.get("delta") or {}
     return bool(choice.get("text") or choice.get("token_ids") or delta.get("content") or delta.get("ascendchat"))
 
 
-def refusal(reply: Reply) -> str:
+def refusal(reply: ClientReply) -> str:
     """`http 503: the server is busy`: the kind of an error."""
     try:
         return f"http {reply.status}: {message_in(json.loads(reply.body))}"
@@ -341,7 +341,7 @@ def message_in(content: dict[str, Any]) -> str:
 
 
 async def send(asker: Asker, start: float, index: int, processes: int) -> list[Sample]:
-    """The share of process `index`: its clients or arrivals from `start` on, for config.seconds."""
+    """Send the share of process `index`: its clients or arrivals from `start` on, for config.seconds."""
     config = asker.config
     end = start + config.seconds
     clients = config.concurrency // processes + (index < config.concurrency % processes)
@@ -389,7 +389,7 @@ def arrivals(chance: random.Random, rate: float, seconds: float) -> Iterator[flo
 
 
 async def one_after_another(asker: Asker, numbers: list[int]) -> list[Sample]:
-    """The same requests, each behind the answer to the one before, for config.seconds at most."""
+    """Send these requests, each behind the answer to the one before, for config.seconds at most."""
     samples: list[Sample] = []
     end = time.monotonic() + asker.config.seconds
     for number in numbers:

@@ -44,7 +44,7 @@ class Bench:
         self.optimizer.step(lr_scale=0.01, momentum=0.9, matrix_decay=0.1)
 
     def step(self) -> tuple[Mark, Mark, Mark]:
-        """One optimizer step; marks before, between and after."""
+        """Run one optimizer step; marks before, between and after."""
         device = self.learner.device
         marks = [device.event()]
         for _ in range(self.split.accumulation):
@@ -80,9 +80,9 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
 
 
 def roofline(bench: Bench, device: Device) -> dict[str, Any]:
-    """Where nothing is compiled: the launches of a micro-batch and of an optimizer step, the bytes that all operators
-    of a step move beside the products, and what is the most that the chip could do if moving them at its bandwidth and
-    multiplying at its peak took turns. Empty for a chip whose peak is not known."""
+    """Roofline of a step where nothing is compiled: launches of a micro-batch and of an optimizer step, bytes that all
+    operators of a step move beside the products, and the most that the chip could do if moving them at its bandwidth
+    and multiplying at its peak took turns. Empty for a chip whose peak is not known."""
     if device.compiles or not device.chip.peak:
         return {}
     with _Count() as micro_batch:
@@ -103,7 +103,7 @@ def roofline(bench: Bench, device: Device) -> dict[str, Any]:
 
 
 def run(config: BenchTrainConfig) -> int:
-    """The command."""
+    """Run `ascendchat bench train`."""
     with training_context(config) as here:
         shape = Shape.from_depth(
             config.depth,
@@ -145,7 +145,7 @@ LAUNCHES_NOTHING = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lif
 
 
 class _Count(TorchDispatchMode):
-    """Counts while it is entered."""
+    """Counts operators and bytes while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class _Count(TorchDispatchMode):
 
 
 def is_view(schema: Any) -> bool:
-    """Whether an operator gives back another look at its argument."""
+    """True if an operator returns a view of its argument."""
     return any(known.alias_info is not None and not known.alias_info.is_write for known in schema.returns)
 
 
@@ -182,7 +182,7 @@ def _bytes(value: Any) -> int:
 
 
 def _moved(schema: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
-    """Of each argument: one that is changed in place is read and written, but for those that only get a value."""
+    """Bytes moved for each argument: one changed in place is read and written, unless it only gets a value."""
     for i, known in enumerate(schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(known.name)
         changed = known.alias_info is not None and known.alias_info.is_write

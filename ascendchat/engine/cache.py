@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,19 +28,19 @@ from torch import Tensor
 
 from ascendchat.config.generate import KvCacheDtype
 from ascendchat.device import Device
-from ascendchat.engine.prefix import FIRST_MARK, TURN, borders, mark_place
+from ascendchat.engine.prefix import FIRST_BLOCK, SECOND_LAST, block_place, borders
 from ascendchat.errors import UserError
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import shifted
-from ascendchat.nn.model import Sizes
+from ascendchat.nn.model import Attend, Shift, Sizes
 from ascendchat.sizes.shape import PREFIX_BLOCK
 
 EIGHT_BITS = torch.float8_e4m3fn
-LARGEST = torch.finfo(EIGHT_BITS).max  # beyond it the format has no infinity but NaN
+MAX_EIGHT_BITS = torch.finfo(EIGHT_BITS).max  # beyond it the format has no infinity but NaN
 
 
-def kept_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
-    """What --kv-cache-dtype means; None: the model's own."""
+def kv_cache_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
+    """The dtype that --kv-cache-dtype asks for; None: the model's own."""
     if asked == "auto":
         return None
     if not device.narrow_cache:
@@ -51,12 +51,12 @@ def kept_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the dtype of a cache."""
-    return x if x.dtype == dtype else x.clamp(-LARGEST, LARGEST).to(dtype)
+    """Convert keys or values to the dtype of the cache."""
+    return x if x.dtype == dtype else x.clamp(-MAX_EIGHT_BITS, MAX_EIGHT_BITS).to(dtype)
 
 
 class Narrowed:
-    """A kernel that sees keys and values as a cache of this dtype would give them back: what that costs in bits."""
+    """A kernel that sees keys and values rounded as in a cache of this dtype: `eval base` measures what that costs."""
 
     def __init__(self, kernel: Attention, dtype: torch.dtype) -> None:
         self.kernel, self.dtype = kernel, dtype
@@ -68,23 +68,23 @@ class Narrowed:
     def _kept(self, x: Tensor) -> Tensor:
         return narrowed(x, self.dtype).to(x.dtype)
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
-        return self.kernel.dense(q, self._kept(k), self._kept(v), *told)
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return self.kernel.dense(q, self._kept(k), self._kept(v), *rest)
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
-        return self.kernel.packed(q, self._kept(k), self._kept(v), *told)
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return self.kernel.packed(q, self._kept(k), self._kept(v), *rest)
 
-    def cached(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
-        return self.kernel.cached(q, self._kept(k), self._kept(v), *told)
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return self.kernel.cached(q, self._kept(k), self._kept(v), *rest)
 
 
 def movable(x: Tensor) -> Tensor:
-    """The same memory for operators that move numbers: few of them know those of 8 bits."""
+    """View numbers of 8 bits as bytes, for operators that only move them: few know the float type."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-class Marks(NamedTuple):
-    """Which tokens of a pass go into `raw`: from column `column` of row i into slot `slot`, place `place`; (R, M)."""
+class KeptTokens(NamedTuple):
+    """Tokens of a pass that go into `raw`: from column `column` of row i into slot `slot`, place `place`; (R, M)."""
 
     slot: Tensor
     place: Tensor
@@ -92,7 +92,7 @@ class Marks(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """How the new tokens (R, T) of rows and those before them lie in a layer."""
+    """The places of new tokens (R, T), and of those before them, in a layer."""
 
     slot: Tensor  # (R, T): slot that each new token goes to
     place: Tensor  # (R, T): and its place there
@@ -114,16 +114,17 @@ class Suffixes:
 
     @property
     def positions(self) -> Tensor:
-        """(R, T) of the new tokens, padding included."""
+        """Positions (R, T) of the new tokens, padding included."""
         return self.starts[:, None] + torch.arange(self.width, device=self.slots.device)
 
     def places(self, ring: int) -> _Places:
-        """In a layer of `ring` places. A ring of which a part is overwritten by new tokens keeps the last of them."""
+        """The places in a layer that has `ring` of them. A ring of which a part is overwritten by new tokens keeps the
+        last of them."""
         if ring not in self._places:
             column = torch.arange(self.width, device=self.slots.device)
             count = self.counts[:, None]
-            kept = (column < count) & (column >= count - ring)
-            slot = self.slots[:, None].expand_as(kept).masked_fill(~kept, self.dump)
+            stays = (column < count) & (column >= count - ring)
+            slot = self.slots[:, None].expand_as(stays).masked_fill(~stays, self.dump)
             seen = self.starts.clamp(max=ring - 1)[:, None]  # old tokens that the first new one sees
             order = torch.arange(min(self.furthest, ring - 1) + self.width, device=self.slots.device)
             old = (self.starts[:, None] - seen + order) % ring
@@ -134,18 +135,18 @@ class Suffixes:
         return self._places[ring]
 
 
-def blank(size: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> Tensor:
-    """Zeros. On the host as the kernel hands them out when they are first touched: most of a cache never is, and to
-    write all of it took 0.25 s before the first token at depth 12."""
-    if place.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=place)
+def blank(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make zeros: on the host as the operating system hands them out when they are first touched: most of a cache never
+    is, and to write all of it took 0.25 s before the first token at depth 12."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
     return torch.frombuffer(pages, dtype=dtype).view(size)
 
 
-class Cache:
-    """keys[layer], values[layer]: (slots + 1, places of that layer, K, D); raw[layer]: (slots + 1, M, H + 2K, D), none
-    for a model that does not mix each token with the one before."""
+class KVCache:
+    """The KV cache. keys[layer], values[layer]: (slots + 1, places of that layer, K, D); raw[layer]: (slots + 1, M, H +
+    2K, D), none for a model that does not mix each token with the one before."""
 
     def __init__(
         self,
@@ -153,29 +154,91 @@ class Cache:
         slots: int,
         context: int,
         dtype: torch.dtype,
-        place: torch.device,
+        device: torch.device,
         *,
         mixes: bool = True,
-        kept: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """`kept`: the dtype of keys and values, if it is another."""
-        self.places, self.dump, self.kept = shape.windows(context), slots, kept or dtype
+        """`cache_dtype`: the dtype of keys and values, if it is another."""
+        self.places, self.dump, self.dtype = shape.windows(context), slots, cache_dtype or dtype
         sizes = [(slots + 1, places, shape.kv_heads, shape.head_dim) for places in self.places]
-        self.keys = [blank(size, self.kept, place) for size in sizes]
-        self.values = [blank(size, self.kept, place) for size in sizes]
-        marks = FIRST_MARK + context // PREFIX_BLOCK
-        both = (slots + 1, marks, shape.heads + 2 * shape.kv_heads, shape.head_dim)
-        self.raw = [blank(both, dtype, place) for _ in sizes if mixes]
+        self.keys = [blank(size, self.dtype, device) for size in sizes]
+        self.values = [blank(size, self.dtype, device) for size in sizes]
+        kept_tokens = FIRST_BLOCK + context // PREFIX_BLOCK
+        both = (slots + 1, kept_tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        self.raw = [blank(both, dtype, device) for _ in sizes if mixes]
 
     @property
     def bytes(self) -> int:
         """Memory of the whole cache."""
         return sum(tensor.numel() * tensor.element_size() for tensor in [*self.keys, *self.values, *self.raw])
 
+    # ---- the three kinds of passes: how a layer attends and shifts, for LanguageModel.extend ---------
+
+    def prompt_pass(
+        self, kernel: Attention, scale: float, slots: Tensor, lengths: Tensor, kept_tokens: KeptTokens
+    ) -> tuple[Attend, Shift]:
+        """Read prompts from their beginning on, (R, T), of which row i has lengths[i] tokens, into slots (R,)."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.put_prompts(layer, slots, k, v, lengths)
+            return kernel.dense(q, k, v, self.places[layer], scale)
+
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            self._keep(layer, kept_tokens, qkv)
+            return shifted(layer, qkv, share)
+
+        return attend, shift
+
+    def suffix_pass(
+        self, kernel: Attention, scale: float, suffixes: Suffixes, kept_tokens: KeptTokens
+    ) -> tuple[Attend, Shift]:
+        """Read prompts behind what their slots hold, (R, T)."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values, lengths = self.put_suffixes(layer, suffixes, k, v)
+            return kernel.cached(q, keys, values, lengths, self.places[layer], scale)
+
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            return self.shift_suffixes(layer, suffixes, kept_tokens, qkv, share)
+
+        return attend, shift
+
+    def token_pass(
+        self,
+        kernel: Attention,
+        scale: float,
+        slots: Tensor,
+        position: Tensor,
+        span: int,
+        lengths: Callable[[int], list[int]] | None,
+    ) -> tuple[Attend, Shift]:
+        """Read one new token (B, 1) per row, at `position` (B,), written to `slots` (B,); no row sees more than `span`
+        keys. `lengths`: of the rows in a layer with so many places, for kernels that want them on the host."""
+        count = len(position)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.put_tokens(layer, slots, position, k, v)
+            places = self.places[layer]
+            reach = min(span, places)
+            keys = self.keys[layer][:count, :reach].to(q.dtype)
+            values = self.values[layer][:count, :reach].to(q.dtype)
+            if lengths is not None:
+                return kernel.one_query(q, keys, values, lengths(places), scale)
+            seen = position + 1
+            if not kernel.by_position:
+                seen = seen.clamp(max=places)  # a full ring is seen whole
+            return kernel.cached(q, keys, values, seen, places, scale)
+
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            return self.shift_tokens(layer, slots, position, qkv, share)
+
+        return attend, shift
+
     # ---- whole prompts ---------------------------------------------------------------------------
 
     def put_prompts(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-        """Keys and values (R, T, K, D) of whole prompts, of which row i has lengths[i] tokens, into slots (R,)."""
+        """Write keys and values (R, T, K, D) of whole prompts into slots (R,); row i has lengths[i] tokens."""
         places = self.places[layer]
         for cache, new in self._both(layer, k, v):
             if new.size(1) <= places:  # the ring has not turned; what stands behind a short prompt is never seen
@@ -188,27 +251,22 @@ class Cache:
                 cache.index_copy_(0, slots, new[rows, newest])
 
     def _both(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of a layer and new ones, as they are kept, to be moved there."""
+        """The cache of a layer's keys and values, each with the new ones to be written, in its dtype."""
         both = (self.keys[layer], k), (self.values[layer], v)
-        return [(movable(cache), movable(narrowed(new, self.kept))) for cache, new in both]
+        return [(movable(cache), movable(narrowed(new, self.dtype))) for cache, new in both]
 
-    def shift_prompts(self, layer: int, marks: Marks, qkv: Tensor, share: Tensor) -> Tensor:
-        """gpt.Shift over whole prompts (R, T, H + 2K, D), of which some tokens are kept."""
-        self._keep(layer, marks, qkv)
-        return shifted(layer, qkv, share)
-
-    def _keep(self, layer: int, marks: Marks, qkv: Tensor) -> None:
+    def _keep(self, layer: int, kept_tokens: KeptTokens, qkv: Tensor) -> None:
         rows = torch.arange(qkv.size(0), device=qkv.device)[:, None]
-        self.raw[layer].index_put_((marks.slot, marks.place), qkv[rows, marks.column])
+        self.raw[layer].index_put_((kept_tokens.slot, kept_tokens.place), qkv[rows, kept_tokens.column])
 
-    def marks(self, slots: Sequence[int], starts: Sequence[int], ends: Sequence[int], first: int) -> np.ndarray:
-        """(3, R, M) int64, Marks of a pass that reads positions starts[i] to ends[i] - 1; the column of position start
-        is `first`: 0, or 1 where the token before stands in front."""
+    def kept_tokens(self, slots: Sequence[int], starts: Sequence[int], ends: Sequence[int], first: int) -> np.ndarray:
+        """The KeptTokens of a pass over positions starts[i] to ends[i] - 1, (3, R, M) int64. `first`: the column of
+        position start; 0, or 1 where the token before stands in front."""
         rows = []
         for slot, start, end in zip(slots, starts, ends):
-            kept = [(slot, (end - 1) % 2, end - 1), (slot, TURN, max(end - 2, start - first))]
-            kept += [(slot, mark_place(border), border - 1) for border in borders(start, end)]
-            rows.append([(slot, place, position - start + first) for slot, place, position in kept])
+            tokens = [(slot, (end - 1) % 2, end - 1), (slot, SECOND_LAST, max(end - 2, start - first))]
+            tokens += [(slot, block_place(border), border - 1) for border in borders(start, end)]
+            rows.append([(slot, place, position - start + first) for slot, place, position in tokens])
         most = max(map(len, rows))
         filled = [row + [(self.dump, 0, 0)] * (most - len(row)) for row in rows]
         return np.asarray(filled, dtype=np.int64).transpose(2, 0, 1)
@@ -216,28 +274,30 @@ class Cache:
     # ---- prompts that go on ----------------------------------------------------------------------
 
     def put_suffixes(self, layer: int, suffixes: Suffixes, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (R, T, K, D) of new tokens; all that these see, in order, (R, S, K, D), and lengths (R,): as
-        Attention.cached wants them, if the padding counts as tokens."""
+        """Write keys and values (R, T, K, D) of new tokens; all that these see, in order, (R, S, K, D), and lengths
+        (R,): as Attention.cached wants them, if the padding counts as tokens."""
         where = suffixes.places(self.places[layer])
         both = []
-        for (cache, kept), new in zip(self._both(layer, k, v), (k, v)):
+        for (cache, written), new in zip(self._both(layer, k, v), (k, v)):
             old = cache[suffixes.slots[:, None], where.old]  # a copy, so that writing does not change it
-            old = old.view(self.kept).to(new.dtype)
+            old = old.view(self.dtype).to(new.dtype)
             both.append(torch.where(where.is_old, old, new[suffixes.rows, where.new]))
-            cache.index_put_((where.slot, where.place), kept)
+            cache.index_put_((where.slot, where.place), written)
         return both[0], both[1], where.lengths
 
-    def shift_suffixes(self, layer: int, suffixes: Suffixes, marks: Marks, qkv: Tensor, share: Tensor) -> Tensor:
-        """gpt.Shift of new tokens (R, T, H + 2K, D), the first of which follow the newest of their slots."""
+    def shift_suffixes(
+        self, layer: int, suffixes: Suffixes, kept_tokens: KeptTokens, qkv: Tensor, share: Tensor
+    ) -> Tensor:
+        """The Shift of new tokens (R, T, H + 2K, D), the first of which follow the newest of their slots."""
         starts = suffixes.starts
         before = self.raw[layer][suffixes.slots, (starts - 1) % 2].masked_fill((starts == 0)[:, None, None], 0.0)
         whole = torch.cat((before[:, None], qkv), dim=1)
-        self._keep(layer, marks, whole)
+        self._keep(layer, kept_tokens, whole)
         return torch.addcmul(qkv, whole[:, :-1], share.to(qkv.dtype))
 
     def copy(self, source: Tensor, target: Tensor, moves: Tensor, ends: Tensor, places: Tensor, longest: int) -> None:
-        """The contents of slots `source` (R,) into slots `target`, of the pairs numbered in `moves` up to the first
-        `longest` positions; pairs that are no moves have equal slots. Row i can then go on at ends[i]: at place
+        """Copy the contents of slots `source` (R,) into slots `target`, of the pairs numbered in `moves` up to the
+        first `longest` positions; pairs that are no moves have equal slots. Row i can then go on at ends[i]: at place
         places[i] of the source's raw tokens is the one before. Everything is read before anything is written."""
         from_slot, to_slot = source[moves], target[moves]
         rows = torch.arange(len(source), device=source.device)
@@ -252,13 +312,14 @@ class Cache:
     # ---- the next token of every row -------------------------------------------------------------
 
     def put_tokens(self, layer: int, rows: Tensor, position: Tensor, k: Tensor, v: Tensor) -> None:
-        """One new token per row: k, v (B, 1, K, D) of rows that write to the slots `rows` (B,), at `position` (B,)."""
+        """Write one new token per row: k, v (B, 1, K, D) of rows that write to the slots `rows` (B,), at `position`
+        (B,)."""
         place = position % self.places[layer]
         for cache, new in self._both(layer, k[:, 0], v[:, 0]):
             cache.index_put_((rows, place), new)
 
     def shift_tokens(self, layer: int, rows: Tensor, position: Tensor, qkv: Tensor, share: Tensor) -> Tensor:
-        """gpt.Shift of one new token per row (B, 1, H + 2K, D). Two places in turn: a step that is run twice, as while
+        """The Shift of one new token per row (B, 1, H + 2K, D). Two places in turn: a step that is run twice, as while
         a graph is recorded, gives the same."""
         raw = self.raw[layer]
         raw.index_put_((rows, position % 2), qkv[:, 0])

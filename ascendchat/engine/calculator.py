@@ -35,11 +35,11 @@ WRITTEN = str.maketrans({"×": "*", "÷": "/", "−": "-", "（": "(", "）": ")
 
 
 class _Refused(Exception):
-    """Why an expression has no answer."""
+    """An expression has no answer, and why."""
 
 
 def calculate(expression: str) -> str:
-    """The value as text, or `error: ` and the reason."""
+    """Compute an expression: its value as text, or `error: ` and the reason."""
     try:
         return written(value(parsed(expression)))
     except _Refused as refusal:
@@ -47,7 +47,7 @@ def calculate(expression: str) -> str:
 
 
 def parsed(expression: str) -> ast.expr:
-    """The syntax tree of one expression; a closing `=`, thousands separators and typographic signs are understood."""
+    """Parse one expression; a closing `=`, thousands separators and typographic signs are understood."""
     text = expression.translate(WRITTEN).strip().rstrip("=").strip()
     if not text:
         raise _Refused("nothing to calculate")
@@ -63,13 +63,13 @@ def parsed(expression: str) -> ast.expr:
 
 def _without_separators(text: str) -> str:
     """1,234,567 -> 1234567: commas between a digit and three more."""
-    kept = []
+    letters = []
     for i, letter in enumerate(text):
         after = text[i + 1 : i + 4]
         ends = not text[i + 4 : i + 5].isdigit()
         separates = letter == "," and i > 0 and text[i - 1].isdigit() and len(after) == 3 and after.isdigit() and ends
-        kept.append("" if separates else letter)
-    return "".join(kept)
+        letters.append("" if separates else letter)
+    return "".join(letters)
 
 
 def value(node: ast.expr, depth: int = 0) -> Number:

@@ -1,35 +1,50 @@
-"""The two passes of generation on the device: `prefill` reads new prompts, `step` extends every running row by a token.
+"""The two passes of generation on the device: `prefill` reads prompts, `step` decodes one token of every running row.
 
-All state of the running rows (last tokens, lengths, settings, cache) lives on the device, in slots. A step is one
-function of that state, from embedding to the sampled token, without a word to the host: so it is recorded as one graph
-per (rows, keys, mode) where the chip can replay. Where that is wanted its two halves are compiled: the model per (rows,
-keys), and the plain choice of a token per rows. engine.py decides who runs.
+    report = decoder.prefill(requests, slots, mode)       # (2, R) float32: first tokens and their log-probabilities
+    report = decoder.step(rows, longest, mode)            # (2, rows): the next token of slots 0 to rows - 1
+    decoder.leave(slots)                                  # these rows are over
+
+All state of the running rows (last tokens, lengths, sampling settings, KV cache) lives on the device, in slots. A step
+is one function of that state, from the embedding to the sampled token, and never talks to the host: where the chip can
+replay, it is captured as one graph per _StepKey. engine.py decides who runs.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ascendchat.device import Device
-from ascendchat.engine.cache import Cache, Marks, Suffixes
-from ascendchat.engine.padding import padded_length, stack, to_device
+from ascendchat.engine.cache import KeptTokens, KVCache, Suffixes
+from ascendchat.engine.padding import padded_length, stack, to_device, to_device_at_once
 from ascendchat.engine.prefix import Copy
 from ascendchat.engine.request import Request, Sampling
-from ascendchat.engine.sampling import Mode, Settings, columns, likeliest_tokens, sample, settings_row
+from ascendchat.engine.sampling import (
+    Draw,
+    Mode,
+    SamplingSettings,
+    Tables,
+    columns,
+    likeliest_tokens,
+    sample,
+    settings_columns,
+    settings_row,
+)
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.logprobs import Float32Readout, Readout
 from ascendchat.nn.model import LanguageModel
 
-LEAST_SPAN = 128  # keys that a step reads at least; beyond, powers of two
-MAX_RECOMPILES = 64  # one per (rows, keys, mode)
+MIN_SPAN = 128  # keys that a step reads at least; beyond, powers of two
+MAX_STEPS = 64  # captured graphs, each with memory of its own: that for 512 rows of a vocabulary of 32,768 has 0.2 GB
+MAX_RECOMPILES = 2 * MAX_STEPS
 
 
 def power(value: int, least: int, most: int) -> int:
@@ -40,21 +55,21 @@ def power(value: int, least: int, most: int) -> int:
     return min(size, most)
 
 
-StepKey = tuple[int, int, Mode]  # rows, keys that each may see, what sampling needs
-PLAIN = Mode(), Mode(random=True)  # sorting and counting are kernels of their own, which a compiler does not better
+PLAIN = Mode(), Mode(Draw.RANDOM)  # what Triton and the compiler do; sorting and counting are kernels of their own
+Forward = Callable[[int, int], tuple[Tensor, Tensor, Tensor]]  # rows, span -> logits, tokens, positions
 
 
-class _Logits(NamedTuple):
-    """What a pass over the rows of a step has found."""
+class _StepKey(NamedTuple):
+    """The shape of a decoding step: each is captured as a graph of its own."""
 
-    logits: Tensor  # (B, V) float32; before their bound where they are of decode.py
-    token: Tensor  # (B,) that was read
-    position: Tensor  # (B,) of it
+    rows: int
+    span: int  # keys that each row may see
+    mode: Mode
 
 
 class Decoder:
-    """A model with `slots` rows of up to `context` tokens under way. `graphs`: record steps where the chip can; `kept`:
-    the dtype of keys and values in the cache, if it is not the model's."""
+    """A model with `slots` rows of up to `context` tokens. `graphs`: capture steps where the chip can; `cache_dtype`:
+    dtype of the KV cache, if it is not the model's; `readout`: how logits are computed, as a trainer computes them."""
 
     def __init__(
         self,
@@ -67,41 +82,39 @@ class Decoder:
         context: int,
         compiled: bool = False,
         graphs: bool = True,
-        kept: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
+        readout: Readout | None = None,
     ) -> None:
         self.model, self.kernel, self.device, self.place = model, kernel, device, place
         self.slots, self.context, self.compiled = slots, context, compiled and device.compiles
         self.graphs = graphs and device.chip.graphs
         self.put = partial(to_device, place=place, pin=device.pin)
+        self.put_at_once = partial(to_device_at_once, place=place, pin=device.pin)
         shape = model.shape
         self.vocab, self.scale = shape.vocab, model.scale
-        self.readout = Readout()  # a trainer gives its own
-        self.cache = Cache(shape, slots, context, model.dtype, place, mixes=model.mixes_neighbours, kept=kept)
-        model.rope(context, model.dtype, place)  # what a graph reads must be made before it is recorded
-        whole = partial(torch.full, dtype=torch.int64, device=place)
-        self.token = whole((slots,), 0)  # the newest token of each row, not yet in the cache
-        self.previous = whole((slots,), 0)  # the one before it, which is smeared in
-        self.length = whole((slots,), 0)  # tokens in the cache: the position of `token`
-        self.held = np.zeros(slots, np.int64)  # the same on the host, for kernels that want it there
-        self.none = whole((slots,), -1)
-        self.override = whole((slots,), -1)  # a token that replaces `token` in the next step
-        self.advance = whole((), 1)  # 0 while a graph is recorded: the step then changes nothing
-        self.target = whole((slots,), slots)  # slot that a row writes to: its own, or the one more while it is idle
+        self.readout = readout or Readout()
+        self.cache = KVCache(
+            shape, slots, context, model.dtype, place, mixes=model.mixes_neighbours, cache_dtype=cache_dtype
+        )
+        model.rope(context, model.dtype, place)  # what a graph reads must be made before it is captured
+        integers = partial(torch.full, dtype=torch.int64, device=place)
+        self.token = integers((slots,), 0)  # the newest token of each row, not yet in the cache
+        self.previous = integers((slots,), 0)  # the one before it, which is smeared in
+        self.length = integers((slots,), 0)  # tokens in the cache: the position of `token`
+        self.host_length = np.zeros(slots, np.int64)  # the same on the host, for kernels that want it there
+        self.none = integers((slots,), -1)
+        self.override = integers((slots,), -1)  # a token that replaces `token` in the next step
+        self.advance = integers((), 1)  # 0 while a graph is captured: the step then changes nothing
+        self.target = integers((slots,), slots)  # slot that a row writes to: its own, or the spare one while it is idle
         idle = settings_row(Sampling(temperature=0.0))
-        self.settings = Settings(*(torch.tensor([value] * slots, device=place) for value in idle))
+        self.settings = SamplingSettings(*(torch.tensor([value] * slots, device=place) for value in idle))
+        self.tables: Tables | None = None  # made for the first request that needs them
         self.blocks = columns(self.vocab, place)
-        # (slots, V), made when first needed. bool: tokens of the row so far, and tokens that it must not choose;
-        # float32: what is added to each logit, and how often the model has chosen each token
-        self.seen: Tensor | None = None
-        self.barred: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.counts: Tensor | None = None
-        self._steps: dict[StepKey, Callable[[], Tensor]] = {}
+        self.steps: OrderedDict[_StepKey, Callable[[], Tensor]] = OrderedDict()  # that used last comes last
         self.prepared: list[tuple[int, int]] = []  # rows and keys, the cheapest first; see prepare
-        self._models: dict[tuple[int, int], Callable[[], _Logits]] = {}  # compiled, by rows and keys
-        self._choices: dict[tuple[int, Mode], Callable[[_Logits], Tensor]] = {}
+        self.kind, self._step = self._choose_step()
 
-    # ---- new prompts ---------------------------------------------------------------------------
+    # ---- prefill ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prefill(
@@ -118,158 +131,187 @@ class Decoder:
         slot. A row that is not read to its end stays idle, and its result means nothing.
         """
         prompts = [request.prompt for request in requests]
-        whole = [len(prompt) for prompt in prompts]
-        starts, ends = starts or [0] * len(prompts), ends or whole
+        starts, ends = starts or [0] * len(prompts), ends or [len(prompt) for prompt in prompts]
+        goes_on = any(starts)
         parts = [prompt[start:end] for prompt, start, end in zip(prompts, starts, ends)]
-        width = min(padded_length(max(map(len, parts))), self.context)
-        tokens, slot = self.put(stack(parts, width)), self.put(slots)
-        lengths, counts = self.put(ends), self.put([len(part) for part in parts])
-        marks = Marks(*self.put(self.cache.marks(slots, starts, ends, 1 if any(starts) else 0)))
-        if any(starts):
-            suffixes = Suffixes(slot, self.put(starts), counts, max(starts), width, self.cache.dump)
-            before = self.put([prompt[start - 1] if start else 0 for prompt, start in zip(prompts, starts)])
-            hidden = self._read_suffixes(tokens, before, suffixes, marks)
+        counts = [len(part) for part in parts]
+        ended = [end == len(prompt) for end, prompt in zip(ends, prompts)]
+        last = [prompt[start - 1] if start else 0 for prompt, start in zip(prompts, starts)]
+        places = self.cache.kept_tokens(slots, starts, ends, 1 if goes_on else 0)
+        width = min(padded_length(max(counts)), self.context)
+        tokens, slot, start, end, count, whole, before, kept = self.put_at_once(
+            stack(parts, width), slots, starts, ends, counts, ended, last, places
+        )
+        self._enter(requests, slot, mode)
+        if goes_on:
+            suffixes = Suffixes(slot, start, count, max(starts), width, self.cache.dump)
+            hidden = self._read_suffixes(tokens, before, suffixes, KeptTokens(*kept))
         else:
-            hidden = self._read_prompts(tokens, slot, lengths, marks)
+            attend, shift = self.cache.prompt_pass(self.kernel, self.scale, slot, end, KeptTokens(*kept))
+            hidden = self.model.extend(
+                tokens, torch.arange(width, device=self.place), attend, shift, room=self.context
+            )  # (R, T, C)
         rows = torch.arange(len(prompts), device=self.place)
-        self._settle(requests, slot)
-        if mode.penalised:
-            self._remember(slot, prompts)
-        if mode.biased or self.bias is not None:  # what the slot's last request had must not stay
-            self._weigh(slot, requests)
-        chosen, report = self._choose(self.logits(hidden[rows, counts - 1]), slot, lengths - 1, mode)
-        over = self.put([end == length for end, length in zip(ends, whole)], dtype=torch.bool)
-        self.previous[slot], self.token[slot], self.length[slot] = tokens[rows, counts - 1], chosen, lengths * over
-        self.held[list(slots)] = [end if end == length else 0 for end, length in zip(ends, whole)]
-        self.target[slot] = torch.where(over, slot, torch.full_like(slot, self.cache.dump))
+        chosen, report = self._choose(self.logits(hidden[rows, count - 1]), slot, end - 1, mode)
+        self.previous[slot], self.token[slot], self.length[slot] = tokens[rows, count - 1], chosen, end * whole
+        self.host_length[list(slots)] = [end if end == len(prompt) else 0 for end, prompt in zip(ends, prompts)]
+        self.target[slot] = torch.where(whole > 0, slot, torch.full_like(slot, self.cache.dump))
         self.override[slot] = torch.full_like(chosen, -1)
         return report
 
-    def _read_prompts(self, tokens: Tensor, slot: Tensor, lengths: Tensor, marks: Marks) -> Tensor:
-        """Prompts from their beginning on: (R, T) -> (R, T, C)."""
-        windows, width = self.cache.places, tokens.size(1)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.put_prompts(layer, slot, k, v, lengths)
-            return self.kernel.dense(q, k, v, windows[layer], self.scale)
-
-        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
-            return self.cache.shift_prompts(layer, marks, qkv, share)
-
-        positions = torch.arange(width, device=self.place)
-        return self.model.extend(tokens, positions, attend, shift, room=self.context)
-
-    def _read_suffixes(self, tokens: Tensor, before: Tensor, suffixes: Suffixes, marks: Marks) -> Tensor:
-        """Prompts behind what their slots hold, of which `before` (R,) is the last token: (R, T) -> (R, T, C)."""
-        windows = self.cache.places
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values, lengths = self.cache.put_suffixes(layer, suffixes, k, v)
-            return self.kernel.cached(q, keys, values, lengths, windows[layer], self.scale)
-
-        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
-            return self.cache.shift_suffixes(layer, suffixes, marks, qkv, share)
-
+    def _read_suffixes(self, tokens: Tensor, before: Tensor, suffixes: Suffixes, kept: KeptTokens) -> Tensor:
+        """Read prompts behind what their slots hold, of which `before` (R,) is the last token: (R, T) -> (R, T, C)."""
+        attend, shift = self.cache.suffix_pass(self.kernel, self.scale, suffixes, kept)
         position = suffixes.positions.clamp(max=self.context - 1)  # padding may stand further
         begins = (suffixes.starts == 0)[:, None]
         return self.model.extend(tokens, position, attend, shift, room=self.context, before=before, begins=begins)
 
-    @torch.no_grad()
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """From slot to slot, all at once."""
-        source, target, lengths, places = zip(*copies)
-        moves = [number for number, copy in enumerate(copies) if copy.source != copy.target]
-        longest = max((copies[number].length for number in moves), default=0)
-        put = self.put
-        self.cache.copy(put(source), put(target), put(moves), put(lengths), put(places), longest)
-
-    def _settle(self, requests: Sequence[Request], slot: Tensor) -> None:
-        """The settings of the new rows."""
-        columns = zip(*(settings_row(request.sampling) for request in requests))
-        for tensor, column in zip(self.settings, columns):
-            tensor[slot] = self.put(column, dtype=tensor.dtype)
-
-    def _remember(self, slot: Tensor, prompts: Sequence[Sequence[int]]) -> None:
-        """Mark the tokens of the prompts as seen."""
-        if self.seen is None:
-            self.seen = torch.zeros(self.slots, self.vocab, dtype=torch.bool, device=self.place)
-        most = max(map(len, prompts))
-        known = self.put([[*prompt, *[prompt[0]] * (most - len(prompt))] for prompt in prompts])
-        self.seen[slot] = torch.zeros_like(self.seen[slot]).scatter(1, known, True)
-
-    def _weigh(self, slot: Tensor, requests: Sequence[Request]) -> None:
-        """The logit biases of the new rows; nothing has been chosen in them."""
-        if self.bias is None or self.counts is None:
-            self.bias, self.counts = (torch.zeros(self.slots, self.vocab, device=self.place) for _ in range(2))
+    def _enter(self, requests: Sequence[Request], slot: Tensor, mode: Mode) -> None:
+        """Write the sampling settings of new rows, and what they need of the tables."""
+        rows = self.put(settings_columns([request.sampling for request in requests]), dtype=torch.float32)  # (R, all)
+        widths = [1 if tensor.dim() == 1 else tensor.size(1) for tensor in self.settings]
+        for tensor, column in zip(self.settings, rows.split(widths, dim=1)):
+            tensor[slot] = column.reshape(len(requests), *tensor.shape[1:]).to(tensor.dtype)
+        if not mode.tables:
+            return
+        tables = self._make_tables()
+        if any(request.sampling.repetition_penalty != 1.0 for request in requests):
+            longest = max(len(request.prompt) for request in requests)
+            padded = [[*prompt, *[prompt[0]] * (longest - len(prompt))] for prompt in (r.prompt for r in requests)]
+            tables.seen[slot] = torch.zeros_like(tables.seen[slot]).scatter(1, self.put(padded), True)
         biases = [request.sampling.logit_bias for request in requests]
         most = max(1, *map(len, biases))
-        padded = [[*row, *[(0, 0.0)] * (most - len(row))] for row in biases]  # (R, most) of token and number
-        ids = self.put([[token for token, _ in row] for row in padded])
-        numbers = self.put([[number for _, number in row] for row in padded], dtype=torch.float32)
-        none = torch.zeros_like(self.bias[slot])
-        self.bias[slot], self.counts[slot] = none.scatter_add(1, ids, numbers), none
+        pairs = [[*row, *[(0, 0.0)] * (most - len(row))] for row in biases]  # (R, most) of token and bias
+        ids = self.put([[token for token, _ in row] for row in pairs])
+        bias = self.put([[bias for _, bias in row] for row in pairs], dtype=torch.float32)
+        zeros = torch.zeros_like(tables.bias[slot])
+        tables.bias[slot], tables.counts[slot] = zeros.scatter_add(1, ids, bias), zeros
+
+    def _make_tables(self) -> Tables:
+        """The tables, made once a request needs them: 10 bytes per slot and token of the vocabulary."""
+        if self.tables is None:
+            self.tables = Tables.zeros(self.slots, self.vocab, self.place)
+        return self.tables
 
     @torch.no_grad()
-    def restrict(self, slots: Sequence[int], barred: np.ndarray) -> None:
-        """What these rows must not choose next, (rows, V) bool: for a new row before its prefill, at the latest before
-        the pass that chooses. It stays until the next call for the slot."""
-        if self.barred is None:
-            self.barred = torch.zeros(self.slots, self.vocab, dtype=torch.bool, device=self.place)
-        self.barred[self.put(slots)] = self.put(barred, dtype=torch.bool)
+    def set_token_masks(self, slots: Sequence[int], barred: np.ndarray) -> None:
+        """Set the token masks (rows, V) bool of these rows, True: must not be chosen. For a new row before its prefill,
+        later before the pass that chooses. A mask stays until the next one, or until the row leaves."""
+        self._make_tables().barred[self.put(slots)] = self.put(barred, dtype=torch.bool)
 
-    # ---- the next token of every row -----------------------------------------------------------
+    # ---- decoding --------------------------------------------------------------------------------
 
     def force(self, tokens: dict[int, int]) -> None:
-        """By slot: what the next step reads in place of the token that the row has chosen."""
+        """Replace the token that a row has chosen: by slot, what the next step reads in its place."""
         if tokens:
             self.override[self.put(list(tokens))] = self.put(list(tokens.values()))
 
     @torch.no_grad()
     def step(self, rows: int, longest: int, mode: Mode) -> Tensor:
-        """Extend slots 0 to rows - 1, of which none will hold more than `longest` tokens; (2 or more, at least rows).
+        """Decode a token for slots 0 to rows - 1, of which none will hold more than `longest` tokens; (2 or more, at
+        least rows) float32: ids, log-probabilities.
 
-        The result is overwritten by the next step: copy it first. Rows between the busy ones run too, unseen, and
+        The result is overwritten by the next step: copy it first. Idle rows between the busy ones run too, unseen, and
         leave what their slots hold as it is.
         """
         count = power(rows, 1, self.slots) if self.graphs or self.compiled else rows
-        span = power(longest, LEAST_SPAN, self.context) if self.kernel.slices else self.context
-        fits = ((most, reach) for most, reach in self.prepared if most >= rows and reach >= longest)
-        count, span = next(fits, (count, span))
-        key = count, span, mode
-        if key not in self._steps:
-            self._steps[key] = self._record(*key)
-        result: Tensor = self._steps[key]()
-        self.held[:count] += 1
-        return result
+        span = power(longest, MIN_SPAN, self.context) if self.kernel.slices else self.context
+        if self.prepared:
+            fits = ((most, reach) for most, reach in self.prepared if most >= rows and reach >= longest)
+            count, span = next(fits, (count, span))
+        key = _StepKey(count, span, mode)
+        if key not in self.steps:
+            self.steps[key] = self._capture(key)
+        self.steps.move_to_end(key)
+        report: Tensor = self.steps[key]()
+        self.host_length[:count] += 1
+        return report
 
     @torch.no_grad()
     def prepare(self, counts: Sequence[int], say: Callable[[str], None]) -> None:
         """Compile for these numbers of rows and all lengths now, which takes minutes. No step has another size from
         then on, so that no request ever waits for the compiler."""
-        spans = sorted({power(least, LEAST_SPAN, self.context) for least in (2 * LEAST_SPAN, 1024, self.context)})
+        spans = sorted({power(least, MIN_SPAN, self.context) for least in (2 * MIN_SPAN, 1024, self.context)})
         sizes = sorted((count, span) for count in counts for span in spans)
         for number, (count, span) in enumerate(sizes):
             say(f"preparing {number + 1} of {len(sizes)}: {count} row(s), {span} keys")
             for mode in PLAIN:
-                self._steps[count, span, mode] = step = self._record(count, span, mode)
+                key = _StepKey(count, span, mode)
+                self.steps[key] = step = self._capture(key)
                 with self._standing():
                     step()
         self.prepared = sizes
 
-    def _record(self, count: int, span: int, mode: Mode) -> Callable[[], Tensor]:
-        read, choose = self._model(count, span), self._choice(count, mode)
-
-        def run() -> Tensor:
-            return choose(read())
-
+    def _capture(self, key: _StepKey) -> Callable[[], Tensor]:
+        """Capture a step as a graph where the chip can; of too many, the least recently used one goes."""
+        step = partial(self._step, key)
         if not self.graphs:
-            return run
-        with self._standing():  # recording runs the step several times, and rows are under way
-            return self.device.graph(run, updates=partial(self._updates, count) if self.kernel.host_lengths else None)
+            return step
+        if len(self.steps) >= MAX_STEPS:
+            self.device.synchronize()  # it may still run
+            self.steps.popitem(last=False)
+        with self._standing():  # capturing runs the step several times, and rows are under way
+            return self.device.graph(
+                step, updates=partial(self._updates, key.rows) if self.kernel.host_lengths else None
+            )
+
+    def _choose_step(self) -> tuple[str, Callable[[_StepKey], Tensor]]:
+        """Choose what a step runs, by name: "triton" for our own model on a chip with Triton, where logits are computed
+        as usual; else "torch", or "compiled"."""
+        usual = type(self.readout) in (Readout, Float32Readout)
+        if self.kernel.triton and isinstance(self.model, GPT) and usual:
+            return "triton", self._triton_step(self.model, self.kernel)
+        if not self.compiled:
+            return "torch", self._torch_step(self._forward, self._forward, self._finish)
+        limit = torch._dynamo.config.recompile_limit  # one function is compiled again for each number of rows and keys
+        torch._dynamo.config.recompile_limit = max(limit, MAX_RECOMPILES)
+        compile = partial(self.device.compile, dynamic=False, fullgraph=True)
+        # A product with one row is a sum over the weights: tuned as such, it fuses with what stands around it.
+        one = compile(self._forward, options={"coordinate_descent_tuning": True})
+        return "compiled", self._torch_step(one, compile(self._forward), compile(self._finish))
+
+    def _torch_step(
+        self, one_row: Forward, many_rows: Forward, finish: Callable[..., Tensor]
+    ) -> Callable[[_StepKey], Tensor]:
+        """A step of two functions: model and sampling."""
+
+        def step(key: _StepKey) -> Tensor:
+            forward = one_row if key.rows == 1 else many_rows
+            ending = finish if key.mode in PLAIN else self._finish
+            return ending(key.rows, key.mode, *forward(key.rows, key.span))
+
+        return step
+
+    def _triton_step(self, model: GPT, kernel: Attention) -> Callable[[_StepKey], Tensor]:
+        """A step by our own kernels, of which few are launched: gpt_step.py, sampling_kernels.py."""
+        from ascendchat.engine.gpt_step import Slots, TokenStep
+        from ascendchat.engine.sampling_kernels import State, choose
+
+        cache, softcap, overlaps = self.cache, model.softcap, kernel.overlaps
+        forward = TokenStep(model, cache.keys, cache.values, cache.raw, cache.places, self.context, overlaps=overlaps)
+        slots = Slots(self.token, self.override, self.previous, self.length, self.target)
+        state = State(self.token, self.previous, self.override, self.length, self.advance)
+
+        def step(key: _StepKey) -> Tensor:
+            logits, token, position = forward(key.rows, slots, key.span)  # logits without softcap
+            if key.mode not in PLAIN:
+                return self._finish(key.rows, key.mode, softcap * torch.tanh(logits / softcap), token, position)
+            return choose(
+                logits,
+                token,
+                self.settings,
+                self.blocks,
+                state,
+                softcap=softcap,
+                random=key.mode.draw == Draw.RANDOM,
+                overlaps=overlaps,
+            )
+
+        return step
 
     @contextmanager
     def _standing(self) -> Iterator[None]:
-        """Steps change nothing in here; behind it they do again, also when it ends with an error."""
+        """Let steps change nothing inside; behind it they do again, also when it ends with an error."""
         self.advance.zero_()
         try:
             yield
@@ -278,85 +320,32 @@ class Decoder:
 
     def _lengths(self, count: int, places: int) -> list[int]:
         """Keys that rows 0 to count - 1 see in a layer of `places`: those in the cache and the new one."""
-        seen: list[int] = (np.minimum(self.held[:count], min(self.context, places) - 1) + 1).tolist()
+        seen: list[int] = (np.minimum(self.host_length[:count], min(self.context, places) - 1) + 1).tolist()
         return seen
 
     def _updates(self, count: int) -> list[dict[str, list[int]]]:
-        """What the attention of each layer is told before a graph is replayed."""
+        """Arguments on the host of the attention of each layer, before a graph is replayed."""
         return [{"actual_seq_lengths_kv": self._lengths(count, places)} for places in self.cache.places]
 
-    def _model(self, count: int, span: int) -> Callable[[], _Logits]:
-        """The first half of a step: by kernels of our own, else compiled once for all modes where that is wanted."""
-        if (fused := fused_step(self)) is not None:
-            return lambda: _Logits(*fused.read(count, span))
-
-        def read() -> _Logits:
-            return self._read(count, span)
-
-        if not self.compiled:
-            return read
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_RECOMPILES)
-        # A product with one row is a sum over the weights: tuned as such, it fuses with what stands around it.
-        tuned = {"options": {"coordinate_descent_tuning": True}} if count == 1 else {}
-        if (count, span) not in self._models:
-            self._models[count, span] = self.device.compile(read, dynamic=False, fullgraph=True, **tuned)
-        return self._models[count, span]
-
-    def _choice(self, count: int, mode: Mode) -> Callable[[_Logits], Tensor]:
-        """The second half."""
-        fused, bound = fused_step(self), self.model.softcap
-        if mode in PLAIN and fused is not None:
-            return lambda known: fused.choose(known, random=mode.random)
-
-        def choose(known: _Logits) -> Tensor:
-            if fused is not None:  # logits as they come
-                known = known._replace(logits=bound * torch.tanh(known.logits / bound))
-            return self._extend(count, mode, known)
-
-        if not self.compiled or mode not in PLAIN:
-            return choose
-        if (count, mode) not in self._choices:
-            self._choices[count, mode] = self.device.compile(choose, dynamic=False, fullgraph=True)
-        return self._choices[count, mode]
-
-    def _read(self, count: int, span: int) -> _Logits:
-        """Read the newest token of rows 0 to count - 1."""
-        model, rows = self.model, self.target[:count]
-        override, length = self.override[:count], self.length[:count]
-        token = torch.where(override >= 0, override, self.token[:count])
-        position = length.clamp(max=self.context - 1)  # a row that is over may run once more, and idle rows do
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.put_tokens(layer, rows, position, k, v)
-            places = self.cache.places[layer]
-            keys, values = (
-                (tensor[:count] if span >= places else tensor[:count, :span]).to(q.dtype)
-                for tensor in (self.cache.keys[layer], self.cache.values[layer])
-            )
-            if self.kernel.host_lengths:
-                return self.kernel.one_query(q, keys, values, self._lengths(count, places), self.scale)
-            there = position + 1
-            if not self.kernel.by_position:
-                there = there.clamp(max=places)  # a full ring is seen whole
-            return self.kernel.cached(q, keys, values, there, places, self.scale)
-
-        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
-            return self.cache.shift_tokens(layer, rows, position, qkv, share)
-
-        hidden = model.extend(
+    def _forward(self, count: int, span: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the model over the newest token of rows 0 to count - 1: logits (B, V) float32, and (B,) that token and
+        its position."""
+        token = torch.where(self.override[:count] >= 0, self.override[:count], self.token[:count])
+        position = self.length[:count].clamp(max=self.context - 1)  # a row that is over may run once more; idle rows do
+        lengths = partial(self._lengths, count) if self.kernel.host_lengths else None
+        attend, shift = self.cache.token_pass(self.kernel, self.scale, self.target[:count], position, span, lengths)
+        hidden = self.model.extend(
             token[:, None], position[:, None], attend, shift, room=self.context, before=self.previous[:count]
         )
-        return _Logits(self.logits(hidden[:, 0]), token, position)
+        return self.logits(hidden[:, 0]), token, position
 
-    def _extend(self, count: int, mode: Mode, known: _Logits) -> Tensor:
-        """Choose the next token of these rows, and note it."""
-        logits, token, position = known
+    def _finish(self, count: int, mode: Mode, logits: Tensor, token: Tensor, position: Tensor) -> Tensor:
+        """Choose the next token of these rows and write it into their state; see _choose."""
         override = self.override[:count]
-        if mode.penalised and self.seen is not None:
-            self.seen[:count].scatter_(1, token[:, None], True)
-        if mode.biased and self.counts is not None:
-            own = (override < 0) * self.advance  # not what a tool put there, and nothing while a graph is recorded
-            self.counts[:count].scatter_add_(1, token[:, None], own[:, None].float())
+        if mode.tables and self.tables is not None:
+            self.tables.seen[:count].scatter_(1, token[:, None], True)
+            own = (override < 0) * self.advance  # not what a tool put there, and nothing while a graph is captured
+            self.tables.counts[:count].scatter_add_(1, token[:, None], own[:, None].float())
         chosen, report = self._choose(logits, slice(count), position, mode)
         moves = self.advance > 0
         self.previous[:count] = torch.where(moves, token, self.previous[:count])
@@ -366,74 +355,62 @@ class Decoder:
         return report
 
     def _choose(self, logits: Tensor, which: Tensor | slice, position: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
-        """The next token (B,) of the rows `which`, whose logits are (B, V), and what the host gets of it: (2, B)
-        float32, ids and log probabilities; with mode.tops below them the MAX_TOPS likeliest ids and theirs."""
-        seen, barred, bias, counts = (
-            table[which] if needed and table is not None else None
-            for table, needed in (
-                (self.seen, mode.penalised),
-                (self.barred, mode.restricted),
-                (self.bias, mode.biased),
-                (self.counts, mode.biased),
-            )
+        """Sample the next token (B,) of the rows `which`, whose logits are (B, V), and report it to the host: (2, B)
+        float32, ids and log-probabilities; with tables below them the MAX_TOPS likeliest ids and theirs."""
+        tables = self.tables.rows(which) if mode.tables and self.tables is not None else None
+        settings = self.settings.rows(which)
+        chosen, logprob = sample(
+            logits, settings, position, mode, tables, blocks=self.blocks, logsumexp=self.readout.logsumexp
         )
-        tables, settings = (seen, barred, bias, counts, self.blocks), self.settings.rows(which)
-        chosen, logprob = sample(logits, settings, position, mode, *tables, logsumexp=self.readout.logsumexp)
         report = torch.stack((chosen.float(), logprob))  # ids below 2^24 are exact in float32
-        if mode.tops:
+        if mode.tables:
             ids, logprobs = likeliest_tokens(logits)
             report = torch.cat((report, ids.t().float(), logprobs.t()))
         return chosen, report
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, C) -> (B, V) float32."""
+        """Compute logits: (B, C) -> (B, V) float32."""
         return self.readout.logits(hidden, self.model.head[: self.vocab], self.model.softcap)
 
+    # ---- slots -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy what the cache has from slot to slot, all at once."""
+        source, target, lengths, places = zip(*copies)
+        moves = [number for number, copy in enumerate(copies) if copy.source != copy.target]
+        longest = max((copies[number].length for number in moves), default=0)
+        slots, targets, moved, ends, newest = self.put_at_once(source, target, moves, lengths, places)
+        self.cache.copy(slots, targets, moved, ends, newest, longest)
+
+    @torch.no_grad()
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move all state of these rows but their cache; the slots that they leave are idle."""
+        source, target = self.put_at_once(sources, targets)
+        rows = self.token, self.previous, self.length, self.override, *self.settings, *(self.tables or ())
+        for tensor in rows:
+            tensor[target] = tensor[source]
+        self.target[target] = target
+        self.host_length[list(targets)] = self.host_length[list(sources)]
+        self.leave(sources)
+
     def leave(self, slots: Sequence[int]) -> None:
-        """Rows that are over: they write to the slot more, and are short again, so that idle steps read little."""
+        """Rows are over: they write to the spare slot, are short again, so that idle steps read little, and their slots
+        have no token mask and no bias."""
         slot = self.put(slots)
-        self.held[list(slots)] = 0
+        self.host_length[list(slots)] = 0
         self.length.index_fill_(0, slot, 0)
         self.target.index_fill_(0, slot, self.cache.dump)
+        if self.tables is not None:
+            self.tables.barred[slot] = torch.zeros_like(self.tables.barred[slot])
+            self.tables.bias.index_fill_(0, slot, 0.0)
 
+    def step_rows(self, rows: int) -> int:
+        """Rows that a step runs which is wanted for so many."""
+        if self.prepared:
+            return next(most for most, _ in self.prepared if most >= rows)
+        return power(rows, 1, self.slots) if self.graphs or self.compiled else rows
 
-# A decoding step by our own kernels, where the chip has them: without torch.compile, and few are launched.
-#
-# fused = fused_step(decoder)               # None: the model, the chip or the readout wants the general way
-# fused.read(rows, longest)                 # the first half of Decoder's step, as Decoder._read; logits not capped
-# fused.choose(known, random=True)          # the second, for PLAIN modes, as Decoder._extend
-
-
-class _Fused(Protocol):
-    """The two halves of a step."""
-
-    def read(self, rows: int, longest: int) -> tuple[Tensor, Tensor, Tensor]: ...
-    def choose(self, known: tuple[Tensor, Tensor, Tensor], *, random: bool) -> Tensor: ...
-
-
-def fused_step(decoder: Decoder) -> _Fused | None:
-    """Our own model, on a chip with Triton, and logits as they come."""
-    kernel, model, cache = decoder.kernel, decoder.model, decoder.cache
-    if not (kernel.triton and isinstance(model, GPT)):
-        return None
-    if type(decoder.readout) not in (Readout, Float32Readout):
-        return None
-    from ascendchat.engine.gpt_step import Slots, TokenStep
-    from ascendchat.engine.sampling_kernels import State, choose
-
-    tensors = cache.keys, cache.values, cache.raw, cache.places
-    overlaps = kernel.overlaps
-    step = TokenStep(model, *tensors, decoder.context, overlaps=overlaps)
-    slots = Slots(decoder.token, decoder.override, decoder.previous, decoder.length, decoder.target)
-    state = State(decoder.token, decoder.previous, decoder.override, decoder.length, decoder.advance)
-
-    class Kernels:
-        def read(self, rows: int, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-            return step(rows, slots, longest)
-
-        def choose(self, known: tuple[Tensor, Tensor, Tensor], *, random: bool) -> Tensor:
-            logits, read, _ = known
-            told = decoder.settings, decoder.blocks, state
-            return choose(logits, read, *told, softcap=model.softcap, random=random, overlaps=overlaps)
-
-    return Kernels()
+    def has_step(self, rows: int) -> bool:
+        """True if a step of so many rows needs no new capture."""
+        return not (self.graphs or self.compiled) or any(key.rows == rows for key in self.steps)

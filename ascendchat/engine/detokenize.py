@@ -20,7 +20,7 @@ Kind = Literal["text", "tool", "output"]
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of a stop text."""
+    """Characters at the end of `text` that may be the beginning of a stop text."""
     longest = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -45,7 +45,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token: int) -> list[Piece]:
-        """What can be shown now that this token is known."""
+        """Add a token; the pieces that can be shown now."""
         if token < len(self.tokens):
             return self._add(self._decoder.decode(self.tokens[token]))
         pieces = self._end_of_span()
@@ -55,7 +55,7 @@ class TextStream:
         return pieces
 
     def feed_all(self, tokens: Sequence[int]) -> list[Piece]:
-        """Many at once, in as few pieces as there are spans."""
+        """Add many tokens at once, in as few pieces as there are spans."""
         pieces: list[Piece] = []
         start, ordinary = 0, len(self.tokens)
         if tokens and max(tokens) < ordinary:
@@ -69,11 +69,11 @@ class TextStream:
         return pieces
 
     def close(self) -> list[Piece]:
-        """The answer is over: what was held back after all."""
+        """End the answer; the pieces that were held back."""
         return [] if self.stopped else self._end_of_span()
 
     def _end_of_span(self) -> list[Piece]:
-        """A special token or the end: an unfinished character is replaced, and nothing waits any longer."""
+        """End a span, at a special token or the end: an unfinished character is replaced, nothing waits any longer."""
         if not self._waiting and not self._decoder.getstate()[0]:
             return []
         pieces = self._add(self._decoder.decode(b"", final=True))
@@ -94,9 +94,9 @@ class TextStream:
             self.text += text
             return [Piece("text", text)]
         waiting = self._waiting + text
-        found = [place for stop in self.stop if (place := waiting.find(stop)) >= 0]
-        self.stopped = bool(found)
-        cut = min(found) if found else len(waiting) - held_back(waiting, self.stop)
-        shown, self._waiting = waiting[:cut], "" if found else waiting[cut:]
+        stops_at = [place for stop in self.stop if (place := waiting.find(stop)) >= 0]
+        self.stopped = bool(stops_at)
+        cut = min(stops_at) if stops_at else len(waiting) - held_back(waiting, self.stop)
+        shown, self._waiting = waiting[:cut], "" if stops_at else waiting[cut:]
         self.text += shown
         return [Piece("text", shown)] if shown else []

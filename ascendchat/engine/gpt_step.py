@@ -38,7 +38,7 @@ from ascendchat.nn.triton_decoding import Blocks, product
 
 
 class _Tiles(NamedTuple):
-    """How `attend` walks over the keys."""
+    """The tiling of `attend` over the keys."""
 
     keys: int  # at once
     stages: int  # so many of these are under way
@@ -111,7 +111,7 @@ class TokenStep:
 
 
 class _Step:
-    """What one step works on."""
+    """One decoding step: its buffers and launches."""
 
     def __init__(self, whole: TokenStep, rows: int, slots: Slots) -> None:
         self.whole, self.rows, self.slots = whole, rows, slots
@@ -145,23 +145,23 @@ class _Step:
     def gate(self, block: Block | None) -> tuple[Tensor, dict[str, Any]]:
         """The gates' weights, if the layer has some, and what kernels are told of them."""
         weight: Tensor | None = getattr(block, "gate", None)
-        told = {"gated": self.shape.gate_channels, "gate_range": self.shape.constants.gate_range, "eps": NORM_EPS}
-        told["kv_heads"] = 0 if weight is None else self.shape.kv_heads
-        return self.gates if weight is None else weight, told
+        options = {"gated": self.shape.gate_channels, "gate_range": self.shape.constants.gate_range, "eps": NORM_EPS}
+        options["kv_heads"] = 0 if weight is None else self.shape.kv_heads
+        return self.gates if weight is None else weight, options
 
     def mix(self) -> tuple[Tensor, ...]:
-        """What the stream is mixed of."""
+        """The tensors that a layer mixes into the stream."""
         model = self.model
         return self.first, model.residual, model.first
 
     def norm(self, kind: str, added: Tensor, count: int, layer: int, block: Block | None, keeps: bool) -> None:
         """`unit`: the norm of the stream with what is to be added; the stream itself is then a new one."""
         stream, whole = self.empty(self.shape.dim), self.whole
-        weight, told = self.gate(block)
+        weight, options = self.gate(block)
         tensors = self.x, added, *self.mix(), self.model.backout, self.middle, weight, self.gates, stream, self.unit
-        told |= {"dim": self.shape.dim, "width": whole.width, "count": count, "keeps": keeps, "pdl": whole.pdl}
-        told |= {"kind": kind, "num_warps": NORM_WARPS}
-        kernels.norm[(self.rows,)](*tensors, layer, self.rows, **told, **whole.options)
+        options |= {"dim": self.shape.dim, "width": whole.width, "count": count, "keeps": keeps, "pdl": whole.pdl}
+        options |= {"kind": kind, "num_warps": NORM_WARPS}
+        kernels.norm[(self.rows,)](*tensors, layer, self.rows, **options, **whole.options)
         self.x = stream
 
     def attend(self, layer: int, block: Block, qkv: Tensor, cuts: int, out: tuple[Tensor, Tensor]) -> None:
@@ -203,7 +203,7 @@ class _Many(_Step):
         joins = longest > LONG and out is not None and self.shape.head_dim % out.deep == 0
         self.cuts = cuts if joins and cuts > 1 else 1
 
-    def product(self, name: str, x: Tensor, weight: Tensor, outputs: int, **told: Any) -> Tensor:
+    def product(self, name: str, x: Tensor, weight: Tensor, outputs: int, **options: Any) -> Tensor:
         """(parts, B, outputs)"""
         blocks, whole = self.blocks.get(name), self.whole
         if blocks is None and name == "head":
@@ -212,7 +212,7 @@ class _Many(_Step):
             return (x @ (weight if name == "down" else weight.t()))[None]
         dtype = self.model.dtype if name in ("qkv", "up") else torch.float32
         out = torch.empty(blocks.parts, self.rows, outputs, dtype=dtype, device=whole.place)
-        product(x, weight, out, blocks, turned=name == "down", squares=name == "up", pdl=whole.pdl, **told)
+        product(x, weight, out, blocks, turned=name == "down", squares=name == "up", pdl=whole.pdl, **options)
         return out
 
     def layer(self, layer: int, block: Block) -> None:
@@ -221,11 +221,11 @@ class _Many(_Step):
         qkv = self.product("qkv", self.unit, block.qkv.flatten(0, 1), shape.q_dim + 2 * shape.kv_dim)[0]
         if self.cuts > 1:
             y = self.empty(shape.heads, self.cuts, shape.head_dim)
-            told = {"totals": self.empty(shape.heads, self.cuts)}
+            options = {"totals": self.empty(shape.heads, self.cuts)}
         else:
-            y, told = self.empty(shape.q_dim, dtype=self.model.dtype), {}
-        self.attend(layer, block, qkv, self.cuts, (y, told.get("totals", y)))
-        added = self.product("out", y, block.out, shape.dim, **told)
+            y, options = self.empty(shape.q_dim, dtype=self.model.dtype), {}
+        self.attend(layer, block, qkv, self.cuts, (y, options.get("totals", y)))
+        added = self.product("out", y, block.out, shape.dim, **options)
         self.norm("plain", added, added.size(0), layer, None, False)
         hidden = self.product("up", self.unit, block.up, shape.mlp_dim)[0]
         if "up" not in self.blocks:
@@ -253,7 +253,7 @@ class _Few(_Step):
         self.attended = self.empty(shape.heads, CUTS, shape.head_dim), self.empty(shape.heads, CUTS)
 
     def project(self, kind: str, weight: Tensor, out: Tensor, layer: int, block: Block | None, keeps: bool) -> None:
-        gate, told = self.gate(block)
+        gate, options = self.gate(block)
         outputs = out.size(1)
         triton_decoding.project[(triton.cdiv(outputs, self.whole.tile),)](
             *(self.x, self.parts, *self.mix(), self.middle, gate, self.gates, weight, out, layer, outputs),
@@ -266,7 +266,7 @@ class _Few(_Step):
             keeps=keeps,
             pdl=self.whole.pdl,
             num_warps=PROJECT_WARPS,
-            **told,
+            **options,
             **self.whole.options,
         )
 

@@ -133,19 +133,19 @@ def with_moved_borders(text: str) -> str:
 
 def _schemas(whole: Any) -> list[dict[str, Any]]:
     """Every schema in one, itself too; not by recursion, since a stranger says how deep it is."""
-    found, left = [], [whole]
+    schemas, left = [], [whole]
     while left:
         each = left.pop()
         if isinstance(each, list):
             left += each
         elif isinstance(each, dict):
-            found.append(each)
+            schemas.append(each)
             for name, content in each.items():
                 if name in NAMED and isinstance(content, dict):
                     left += content.values()
                 elif name not in DATA:
                     left.append(content)
-    return found
+    return schemas
 
 
 def _borders(part: dict[str, Any], *names: str) -> list[float]:
@@ -172,7 +172,7 @@ def in_a_line(reason: str) -> str:
 
 
 class Matcher:
-    """How far one row has come in its grammar."""
+    """The state of one row in its grammar."""
 
     def __init__(self, inner: LLMatcher) -> None:
         self.inner = inner
@@ -200,21 +200,21 @@ class _Memo(Generic[Value]):
 
     def get(self, key: Any, make: Callable[[], Value]) -> Value:
         with self._lock:
-            known = self._known.get(key)
-            if first := known is None:
-                known = self._known[key] = Future()
+            future = self._known.get(key)
+            if first := future is None:
+                future = self._known[key] = Future()
                 if len(self._known) > MAX_KNOWN:
                     self._known.popitem(last=False)
             self._known.move_to_end(key)
         if first:
             try:
-                known.set_result(make())
+                future.set_result(make())
             except BaseException as error:
                 with self._lock:
                     self._known.pop(key, None)
-                known.set_exception(error)
+                future.set_exception(error)
                 raise
-        return known.result()
+        return future.result()
 
 
 class Grammars:
@@ -405,7 +405,7 @@ class Lane:
         self._lock = threading.Lock()
 
     def reason(self, grammar: Grammar, seconds: float) -> str | None:
-        """As that of Trial; None when the time was not enough."""
+        """Why a grammar cannot be compiled, "" when it can; None when the time was not enough."""
         with self._lock:
             for _ in range(2):  # a process that was killed says nothing of the grammar: it is tried once more
                 if self.process is None or self.process.poll() is not None:
@@ -418,7 +418,7 @@ class Lane:
             return TOO_MUCH
 
     def _end(self) -> int:
-        """How the process that gave no answer has ended; 0 when it had to be ended."""
+        """Exit status of the process that gave no answer; 0 when it had to be killed."""
         process, self.process = self.process, None
         assert process is not None
         status = process.wait(ENDING)
@@ -474,7 +474,7 @@ def main() -> None:
 
 
 def tried(tokens: Any, grammar: Grammar, seconds: float) -> str:
-    """What a fork of this process says of a grammar."""
+    """Compile a grammar in a fork of this process; its answer, as in Lane.reason."""
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:

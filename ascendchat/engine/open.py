@@ -27,6 +27,7 @@ from ascendchat.models.parity import (
     tolerance,
 )
 from ascendchat.nn.attention import dense
+from ascendchat.nn.logprobs import Readout
 from ascendchat.parallel.context import Context
 
 
@@ -49,10 +50,11 @@ def engine_for(
     context: int | None = None,
     *,
     compiled: bool = False,
-    kept: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None,
+    readout: Readout | None = None,
 ) -> Engine:
-    """An engine with `slots` slots of up to `context` tokens, by default as many as in training. `kept`: the dtype of
-    its KV cache, if not that of the model."""
+    """An engine with `slots` slots of up to `context` tokens, by default as many as in training. `cache_dtype`: the
+    dtype of its KV cache, if not that of the model; `readout`: see Decoder."""
     device, context = opened.here.device, context or opened.model.shape.seq_len
     if device.type == "cpu" and device.dtype == torch.float32:
         prefer_plain_products()
@@ -65,7 +67,8 @@ def engine_for(
         slots=slots,
         context=context,
         compiled=compiled,
-        kept=kept,
+        cache_dtype=cache_dtype,
+        readout=readout,
     )
 
 

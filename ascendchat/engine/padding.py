@@ -33,3 +33,11 @@ def to_device(values: Any, place: torch.device, pin: bool, dtype: torch.dtype = 
     """Host values to the device; with pinned memory (`pin`) the host does not wait for the copy."""
     tensor = torch.as_tensor(np.asarray(values)).to(dtype)
     return (tensor.pin_memory() if pin else tensor).to(place, non_blocking=pin)
+
+
+def to_device_at_once(*arrays: Any, place: torch.device, pin: bool) -> list[Tensor]:
+    """Whole numbers of any shapes to the device in one copy, int64."""
+    integers = [np.asarray(array, dtype=np.int64) for array in arrays]
+    flat = to_device(np.concatenate([array.ravel() for array in integers]), place, pin)
+    parts = flat.split([array.size for array in integers])
+    return [part.view(array.shape) for part, array in zip(parts, integers)]

@@ -1,6 +1,6 @@
 """Which tokens lie in which slot of the cache, and where a new prompt can go on behind them. Host only.
 
-    prefixes = Prefixes(slots=16, windows=cache.places)
+    prefixes = PrefixCache(slots=16, windows=cache.places)
     hit = prefixes.find(prompt)                       # the longest beginning that some slot still has, or None
     slot = prefixes.choose(hit, free, top)            # where the request should run
     copies = prefixes.take(slot, hit, free)           # what the device has to copy first (Decoder.copy)
@@ -9,7 +9,7 @@
 
 To go on at position b one needs, beside the keys and values before b, the queries, keys and values of token b - 1 as
 they came out of the projection (nn/gpt.py mixes them into those of token b). The cache has these at three kinds of
-places per slot (`Cache.raw`): of the two newest tokens, one at each parity of the position; of the last but one token
+places per slot (`KVCache.raw`): of the two newest tokens, one at each parity of the position; of the last but one token
 that prefill read, so that the same prompt again costs one token; and of the last token of every block of BLOCK tokens
 that prefill read. Decoding writes the first kind only.
 
@@ -35,20 +35,20 @@ from numpy.typing import NDArray
 from ascendchat.engine.padding import padded_length
 from ascendchat.sizes.shape import PREFIX_BLOCK as BLOCK
 
-TURN = 2  # place in `raw` of the last but one token that prefill read; 0 and 1: the newest tokens
-FIRST_MARK = 3  # place of the last token of the first block; the other blocks follow
-LEAST_REUSE = 16  # fewer tokens are read again: that is a fraction of the smallest pass
+SECOND_LAST = 2  # place in `raw` of the last but one token that prefill read; 0 and 1: the newest tokens
+FIRST_BLOCK = 3  # place of the last token of the first block; the other blocks follow
+MIN_REUSE = 16  # fewer tokens are read again: that is a fraction of the smallest pass
 # The same where the device works on its own: a pass over few tokens costs it as much as one over thousands, and the
 # copy comes on top. 1,024 answers of 64 short prompts take an H200 half the time if every prompt is read anew.
-LEAST_REUSE_ALONE = 256
+MIN_REUSE_ASYNC = 256
 MAX_COPIES = 32  # slots that are copied at once: each needs its size in memory a second time
 
 Tokens = NDArray[np.int32]
 
 
-def mark_place(border: int) -> int:
-    """Where `raw` has the token before this border, a multiple of BLOCK."""
-    return FIRST_MARK + border // BLOCK - 1
+def block_place(border: int) -> int:
+    """The place in `raw` of the token before this border, a multiple of BLOCK."""
+    return FIRST_BLOCK + border // BLOCK - 1
 
 
 def borders(start: int, end: int) -> range:
@@ -59,7 +59,7 @@ def borders(start: int, end: int) -> range:
 def head_of(tokens: Tokens, salt: str = "") -> bytes:
     """The salt and the first tokens, as many as are worth it, b"" where there are fewer: most rows are told apart by
     it, fast. Rows of different salts never have equal ones."""
-    return salt.encode() + tokens[:LEAST_REUSE].tobytes() if len(tokens) >= LEAST_REUSE else b""
+    return salt.encode() + tokens[:MIN_REUSE].tobytes() if len(tokens) >= MIN_REUSE else b""
 
 
 def as_tokens(tokens: Sequence[int]) -> Tokens:
@@ -85,14 +85,14 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
-    """What lies in one slot."""
+class CacheEntry:
+    """The contents of one slot."""
 
     tokens: Tokens  # whose keys and values are there, from position 0 on
     written: int  # positions that its rings have seen at most: also by steps too many, and before it was continued
     newest: int  # positions that its newest tokens in `raw` have seen at most
-    marks: frozenset[int] = frozenset()  # borders that have their token in `raw`
-    turn: int = 0  # position whose token before is at TURN; 0: none
+    borders_kept: frozenset[int] = frozenset()  # borders that have their token in `raw`
+    second_last: int = 0  # position whose token before is at SECOND_LAST; 0: none
     used: int = 0  # when: a count, not a time
     salt: str = ""  # whose they are: see Request.salt
 
@@ -100,45 +100,52 @@ class Held:
     def head(self) -> bytes:
         return head_of(self.tokens, self.salt)
 
-    def read(self, prompt: Tokens, start: int, end: int) -> Held:
+    def read(self, prompt: Tokens, start: int, end: int) -> CacheEntry:
         """After prefill read these positions of a prompt, the tokens before which are here."""
-        marks = frozenset(mark for mark in self.marks if mark <= start) | frozenset(borders(start, end))
+        borders_kept = frozenset(mark for mark in self.borders_kept if mark <= start) | frozenset(borders(start, end))
         written = max(self.written, end) if start else end
-        return replace(self, tokens=prompt[:end], written=written, newest=end, marks=marks, turn=end - 1)
+        return replace(
+            self, tokens=prompt[:end], written=written, newest=end, borders_kept=borders_kept, second_last=end - 1
+        )
 
-    def extended(self, written: int) -> Held:
+    def extended(self, written: int) -> CacheEntry:
         """After a running request has written so many positions."""
         return replace(self, written=max(self.written, written), newest=written)
 
-    def first(self, length: int) -> Held:
+    def first(self, length: int) -> CacheEntry:
         """Only the first tokens, behind which the slot will go on; the rings are as they are."""
-        marks, turn = frozenset(mark for mark in self.marks if mark <= length), self.turn if self.turn <= length else 0
-        return replace(self, tokens=self.tokens[:length], newest=length, marks=marks, turn=turn)
+        borders_kept, second_last = (
+            frozenset(mark for mark in self.borders_kept if mark <= length),
+            self.second_last if self.second_last <= length else 0,
+        )
+        return replace(
+            self, tokens=self.tokens[:length], newest=length, borders_kept=borders_kept, second_last=second_last
+        )
 
     def usable(self, prompt: Tokens, ring: int, salt: str = "") -> tuple[int, int]:
-        """How many tokens of the prompt need not be read again, and their place in `raw`; all but the last at most."""
+        """Tokens of the prompt that need not be read again, all but the last at most, and their place in `raw`."""
         if not self.head or self.head != head_of(prompt, salt):
             return 0, 0
         most = min(len(self.tokens), len(prompt) - 1)
         different = np.flatnonzero(self.tokens[:most] != prompt[:most])
         common = int(different[0]) if len(different) else most
         end = len(self.tokens)
-        mark = next((border for border in range(common // BLOCK * BLOCK, 0, -BLOCK) if border in self.marks), 0)
-        choices = [(mark, mark_place(mark))]
-        if self.turn <= common:
-            choices.append((self.turn, TURN))
+        mark = next((border for border in range(common // BLOCK * BLOCK, 0, -BLOCK) if border in self.borders_kept), 0)
+        choices = [(mark, block_place(mark))]
+        if self.second_last <= common:
+            choices.append((self.second_last, SECOND_LAST))
         if end <= common and self.newest <= end + 1:
             choices.append((end, (end - 1) % 2))
         length, place = max(choices)  # if the rings do not have what the longest needs, then not what others need
-        if length < LEAST_REUSE or self.written > max(ring, length + 1):
+        if length < MIN_REUSE or self.written > max(ring, length + 1):
             return 0, 0
         return length, place
 
 
-NOTHING = Held(as_tokens([]), 0, 0)
+EMPTY = CacheEntry(as_tokens([]), 0, 0)
 
 
-class Prefixes:
+class PrefixCache:
     """The contents of all slots. `windows`: tokens that each layer sees. `enabled`: False finds nothing, ever.
     `written`: positions that the running request of a slot has written by now, or None where none runs. `least`: tokens
     of a prompt that are worth going on behind."""
@@ -149,35 +156,35 @@ class Prefixes:
         windows: Sequence[int],
         enabled: bool = True,
         written: Callable[[int], int | None] = lambda slot: None,
-        least: int = LEAST_REUSE,
+        least: int = MIN_REUSE,
     ) -> None:
-        self.held: list[Held | None] = [None] * slots
+        self.entries: list[CacheEntry | None] = [None] * slots
         self.ring, self.enabled, self.written, self.least = min(windows), enabled, written, least
         self._clock = 0
 
     def may_share(self, prompt: Tokens) -> bool:
-        """Whether a prompt is long enough to go on behind another."""
+        """True if a prompt is long enough to go on behind another."""
         return self.enabled and len(prompt) > self.least
 
     def find(self, prompt: Tokens, salt: str = "") -> Hit | None:
         """The slot that saves the most, of those of this salt; of equals the one used last."""
         best: tuple[int, int, Hit] | None = None
         head = head_of(prompt, salt) if self.may_share(prompt) else b""
-        for slot, held in enumerate(self.held) if head else ():
-            if held is not None and held.head == head:
-                held = self._wrote(slot, held)
-                length, place = held.usable(prompt, self.ring, salt)
-                if length >= self.least and (best is None or (length, held.used) > best[:2]):
-                    best = length, held.used, Hit(slot, length, place)
+        for slot, entry in enumerate(self.entries) if head else ():
+            if entry is not None and entry.head == head:
+                entry = self._wrote(slot, entry)
+                length, place = entry.usable(prompt, self.ring, salt)
+                if length >= self.least and (best is None or (length, entry.used) > best[:2]):
+                    best = length, entry.used, Hit(slot, length, place)
         return None if best is None else best[2]
 
     def promised(self, slot: int, begun: int, coming: Tokens, prompt: Tokens, salt: str = "") -> int:
         """Tokens of a prompt that a slot will have when the prompt `coming`, of which it has `begun`, is read; both of
         this salt."""
-        held = self.held[slot] if begun else replace(NOTHING, salt=salt)
-        if held is None or not self.may_share(prompt):
+        entry = self.entries[slot] if begun else replace(EMPTY, salt=salt)
+        if entry is None or not self.may_share(prompt):
             return 0
-        length, _ = held.read(coming, begun, len(coming)).usable(prompt, self.ring, salt)
+        length, _ = entry.read(coming, begun, len(coming)).usable(prompt, self.ring, salt)
         return length if length >= self.least else 0
 
     def choose(self, hit: Hit | None, free: Sequence[int], top: int) -> int:
@@ -192,54 +199,54 @@ class Prefixes:
     def take(self, slot: int, hit: Hit | None, free: Sequence[int]) -> list[Copy]:
         """Give a slot to a request that goes on behind a hit (None: at the beginning). What is lost of its contents
         moves to another free slot, if that has something older. All copies read before any of them writes."""
-        old, copies = self.held[slot], []
-        source = None if hit is None else self.held[hit.slot]
+        old, copies = self.entries[slot], []
+        source = None if hit is None else self.entries[hit.slot]
         new, spent = None, 0  # `spent`: tokens of the old contents that live on in the new
         if hit is not None and source is not None:
             self._clock += 1
             new, spent = replace(source.first(hit.length), used=self._clock), hit.length if hit.slot == slot else 0
             copies.append(Copy(hit.slot, slot, hit.length, hit.place))
             if hit.slot != slot and hit.slot in free and len(source.tokens) - hit.length < BLOCK:
-                self.held[hit.slot] = None  # nearly all of it lives on
+                self.entries[hit.slot] = None  # nearly all of it lives on
             elif hit.slot != slot:
-                self.held[hit.slot] = replace(source, used=self._clock)
+                self.entries[hit.slot] = replace(source, used=self._clock)
         if old is not None and len(old.tokens) - spent >= (BLOCK if spent else self.least):
             spare = min((other for other in free if other != slot), key=self._used, default=None)
             if spare is not None and self._used(spare)[0] < old.used:
                 copies.append(Copy(slot, spare, len(old.tokens), (len(old.tokens) - 1) % 2))
-                self.held[spare] = old
-        self.held[slot] = new
+                self.entries[spare] = old
+        self.entries[slot] = new
         return copies
 
     def _used(self, slot: int) -> tuple[int, int]:
-        held = self.held[slot]
-        return (-1 if held is None else held.used), slot
+        entry = self.entries[slot]
+        return (-1 if entry is None else entry.used), slot
 
     def read(self, slot: int, prompt: Tokens, start: int, end: int, salt: str = "") -> None:
         """Positions start to end - 1 of a prompt of this salt were read into a slot; a slot that was cleared while a
         request is under way stays so."""
-        held = self.held[slot] if start else replace(NOTHING, salt=salt)
-        if held is not None and self.enabled:
+        entry = self.entries[slot] if start else replace(EMPTY, salt=salt)
+        if entry is not None and self.enabled:
             self._clock += 1
-            self.held[slot] = replace(held.read(prompt, start, end), used=self._clock)
+            self.entries[slot] = replace(entry.read(prompt, start, end), used=self._clock)
 
-    def _wrote(self, slot: int, held: Held) -> Held:
-        """What a slot has, after whatever its running request has written since."""
+    def _wrote(self, slot: int, entry: CacheEntry) -> CacheEntry:
+        """The contents of a slot, after what its running request has written since."""
         now = self.written(slot)
         if now is not None:
-            self.held[slot] = held = held.extended(now)
-        return held
+            self.entries[slot] = entry = entry.extended(now)
+        return entry
 
     def keep(self, slot: int, tokens: Tokens, written: int) -> None:
         """A request is over: these tokens of it are in the cache."""
-        held = self.held[slot]
-        if held is not None:
+        entry = self.entries[slot]
+        if entry is not None:
             self._clock += 1
-            self.held[slot] = replace(held.extended(written), tokens=tokens, used=self._clock)
+            self.entries[slot] = replace(entry.extended(written), tokens=tokens, used=self._clock)
 
     def clear(self) -> None:
         """The weights have changed: nothing that was computed before may be used for a new request."""
-        self.held = [None] * len(self.held)
+        self.entries = [None] * len(self.entries)
 
 
 def rounds(groups: Sequence[Sequence[Copy]]) -> list[list[Copy]]:
@@ -259,20 +266,20 @@ def rounds(groups: Sequence[Sequence[Copy]]) -> list[list[Copy]]:
 
 # Prompts on their way into the cache: who begins where, and what the next pass reads. Host only; engine.py uses it.
 #
-#     reading.enter(job, free, top)               # gives the job a slot
-#     reading.begin(free)                         # whoever need not wait for another begins behind what the cache has
-#     reading.next_pass(left, whole)              # -> [Part, ...], the prompts or pieces of prompts of one pass
+#     scheduler.enter(state, free, top)               # gives the state a slot
+#     scheduler.begin(free)                         # whoever need not wait for another begins behind what the cache has
+#     scheduler.next_pass(left, whole)              # -> [PromptPart, ...], the prompts or pieces of prompts of one pass
 #
 # First come, first served: slots are given in that order, and the first of the list is in every pass. A prompt that
 # shares a long beginning with one before it waits until that has been read, and then goes on behind a copy: so of n
 # samples of one prompt, or of prompts with one system message, the common part is read once.
 
 PASS_TOKENS = 16384  # of one pass over prompts, padding included
-UNDECIDED = -1  # `cached` of a job that waits for another's prompt
+UNDECIDED = -1  # `cached` of a state that waits for another's prompt
 
 
-class _Entrant(Protocol):
-    """What is to be known of a request."""
+class _PromptState(Protocol):
+    """A request, as far as the scheduler knows it."""
 
     slot: int
     tokens: Tokens  # its prompt
@@ -284,60 +291,61 @@ class _Entrant(Protocol):
         """It will be read behind so many tokens."""
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """Read the tokens of a prompt from start to end - 1."""
 
-    job: Any
+    state: Any
     start: int
     end: int
 
 
-class Reading:
+class PrefillScheduler:
     """The requests that have a slot and whose prompts are not read to the end, in the order in which they came."""
 
-    def __init__(self, prefixes: Prefixes) -> None:
-        self.prefixes = prefixes
-        self.jobs: list[_Entrant] = []
+    def __init__(self, prefixes: PrefixCache) -> None:
+        self.prefix_cache = prefixes
+        self.waiting: list[_PromptState] = []
         self.copies: list[list[Copy]] = []  # to be done before the next pass, in this order
 
-    def enter(self, job: _Entrant, free: Sequence[int], top: int) -> None:
-        """Give the job one of the free slots; `top` is the highest slot that is busy, or -1."""
-        hit = self.prefixes.find(job.tokens, job.salt)
-        job.slot = self.prefixes.choose(hit, free, top)
-        self._begin(job, hit, self.jobs, free)
-        if job.cached == UNDECIDED:  # what lies in its slot must be out of the way
-            self._copy(self.prefixes.take(job.slot, None, free))
-        self.jobs.append(job)
+    def enter(self, state: _PromptState, free: Sequence[int], top: int) -> None:
+        """Give the state one of the free slots; `top` is the highest slot that is busy, or -1."""
+        hit = self.prefix_cache.find(state.tokens, state.salt)
+        state.slot = self.prefix_cache.choose(hit, free, top)
+        self._begin(state, hit, self.waiting, free)
+        if state.cached == UNDECIDED:  # what lies in its slot must be out of the way
+            self._copy(self.prefix_cache.take(state.slot, None, free))
+        self.waiting.append(state)
 
     def begin(self, free: Sequence[int]) -> None:
-        """Who waited for a prompt that is read now begins."""
-        for number, job in enumerate(self.jobs):
-            if job.cached == UNDECIDED:
-                self._begin(job, self.prefixes.find(job.tokens, job.salt), self.jobs[:number], free)
+        """Begin the requests that waited for a prompt that is read now."""
+        for number, state in enumerate(self.waiting):
+            if state.cached == UNDECIDED:
+                self._begin(state, self.prefix_cache.find(state.tokens, state.salt), self.waiting[:number], free)
 
-    def _begin(self, job: _Entrant, hit: Hit | None, before: Sequence[_Entrant], free: Sequence[int]) -> None:
+    def _begin(self, state: _PromptState, hit: Hit | None, before: Sequence[_PromptState], free: Sequence[int]) -> None:
         length = 0 if hit is None else hit.length
-        for other in before if self.prefixes.may_share(job.tokens) else ():
-            if other.head != job.head:
+        for other in before if self.prefix_cache.may_share(state.tokens) else ():
+            if other.head != state.head:
                 continue
             begun = max(0, other.cached)
-            worth = LEAST_REUSE if begun else BLOCK  # tokens that outweigh a pass more
-            if self.prefixes.promised(other.slot, begun, other.tokens, job.tokens, job.salt) >= length + worth:
+            worth = MIN_REUSE if begun else BLOCK  # tokens that outweigh a pass more
+            if self.prefix_cache.promised(other.slot, begun, other.tokens, state.tokens, state.salt) >= length + worth:
                 return
-        self._copy(self.prefixes.take(job.slot, hit, free))
-        job.begin(length)
+        self._copy(self.prefix_cache.take(state.slot, hit, free))
+        state.begin(length)
 
     def _copy(self, copies: list[Copy]) -> None:
         if copies:
             self.copies.append(copies)
 
-    def next_pass(self, left: int, whole: bool) -> list[Part]:
-        """Up to `left` tokens, padding included; `whole`: this is all that may be read before the rows that run go on,
-        so a prompt with more is cut. Prompts that begin and prompts that go on are read in different passes."""
-        parts: list[Part] = []
+    def next_pass(self, left: int, whole: bool) -> tuple[list[PromptPart], int]:
+        """The prompts or parts of prompts to read next, and their tokens, padding included: up to `left`. `whole`: this
+        is all that may be read before the rows that run go on, so a prompt with more is cut. Prompts that begin and
+        prompts that go on are read in different passes."""
+        parts: list[PromptPart] = []
         width = 0
-        for job in self.jobs:
-            start, end = job.cached, len(job.tokens)
+        for state in self.waiting:
+            start, end = state.cached, len(state.tokens)
             if start == UNDECIDED or (parts and bool(start) != bool(parts[0].start)):
                 continue
             size = padded_length(end - start)
@@ -345,30 +353,31 @@ class Reading:
                 if not whole:
                     break
                 end = min(end, start + max(1, left // 16 * 16))
-                return [Part(job, start, end)]
-            width = max(width, size)
-            if width * (len(parts) + 1) > (min(left, PASS_TOKENS) if parts else left):
+                return [PromptPart(state, start, end)], padded_length(end - start)
+            wider = max(width, size)
+            if wider * (len(parts) + 1) > (min(left, PASS_TOKENS) if parts else left):
                 break
-            parts.append(Part(job, start, end))
-        return parts
+            parts.append(PromptPart(state, start, end))
+            width = wider
+        return parts, width * len(parts)
 
     def restart(self) -> None:
         """Other weights: what was read of the prompts, or is to be copied for them, is no longer theirs."""
         self.copies.clear()
-        for job in self.jobs:
-            job.cached = UNDECIDED
+        for state in self.waiting:
+            state.cached = UNDECIDED
 
-    def done(self, part: Part) -> bool:
+    def done(self, part: PromptPart) -> bool:
         """A part was read; whether it was the last of its prompt."""
-        job = part.job
-        self.prefixes.read(job.slot, job.tokens, part.start, part.end, job.salt)
-        job.cached = part.end
-        if part.end < len(job.tokens):
+        state = part.state
+        self.prefix_cache.read(state.slot, state.tokens, part.start, part.end, state.salt)
+        state.cached = part.end
+        if part.end < len(state.tokens):
             return False
-        self.leave(job)
+        self.leave(state)
         return True
 
-    def leave(self, job: _Entrant) -> None:
+    def leave(self, state: _PromptState) -> None:
         """A request that is over, however far it came."""
-        if job in self.jobs:
-            self.jobs.remove(job)
+        if state in self.waiting:
+            self.waiting.remove(state)

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: Request and Sampling, Completion and Piece.
+"""Input and output of the engine: Request and Sampling, Completion and Piece; and the Generator protocol.
 
 engine.generate([Request(prompt, Sampling(max_tokens=64, temperature=0.7, seed=1))])     # see engine.py
 """
@@ -20,7 +20,7 @@ GrammarKind = Literal["json_schema", "json", "lark", "regex"]
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must look like, as a language that all of it belongs to; grammar.py reads it.
+    """A language that the whole answer must belong to; grammar.py reads it.
 
     json_schema: JSON of this schema, in one line, at most a space behind a comma or colon. json: any JSON object, no
     text. lark: a grammar of llguidance, which can name special tokens: `call: <|tool_start|> /[0-9+]+/ <|tool_end|>`.
@@ -42,7 +42,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request chooses its tokens and when it ends."""
+    """Sampling settings of one request, and when it ends."""
 
     max_tokens: int = 256  # tokens to generate, those of a tool's result included
     temperature: float = 1.0  # 0 is greedy
@@ -154,11 +154,11 @@ class Generator(Protocol):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it answers in another process, so that several threads may ask it while this one trains."""
+        """True if it answers in another process: several threads may ask it while this one trains."""
 
     @property
     def version(self) -> int:
-        """Of the weights that answer the next request to begin. What wrote an answer is its Completion.version."""
+        """Version of the weights that answer the next request to begin; see Completion.version for an answer's."""
 
     @property
     def context(self) -> int:

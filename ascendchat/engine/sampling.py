@@ -1,6 +1,6 @@
 """Sampling maths as pure functions over a batch in which every row has its own settings.
 
-    chosen, logprob = sample(logits, settings, position, Mode(random=True, filtered=True))
+    chosen, logprob = sample(logits, settings, position, Mode(Draw.FILTERED))
 
 No generator is kept: the noise of a row is a hash of (its seed, the position, the token; sampling.py), so a row draws
 the same noise whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an
@@ -11,7 +11,8 @@ integers: the AICPU computes it on Ascend A2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -20,32 +21,35 @@ from torch import Tensor
 
 from ascendchat.engine.request import MAX_TOPS, Sampling
 
-LEAST_TEMPERATURE = 1e-6  # below it is greedy: a logit divided by less may be infinite, and then all are alike
+MIN_TEMPERATURE = 1e-6  # below it is greedy: a logit divided by less may be infinite, and then all are alike
 MASK = 0xFFFFFFFF  # 32 bits
+MAX_EXACT = 2**24  # whole numbers up to here are exact in float32; no vocabulary is larger
+
+
+class Draw(IntEnum):
+    """The ways to draw a token, each with what the ones before it do."""
+
+    GREEDY = 0
+    RANDOM = 1  # at a temperature
+    PROCESSED = 2  # and reports the log-probability of the draw, as RL at another temperature than 1 wants it
+    FILTERED = 3  # by top-k, top-p, min-p, for which logits are sorted: what `serve` does by default
 
 
 class Mode(NamedTuple):
-    """What any row of the batch needs; each combination is a captured graph of its own."""
+    """The work of a decoding step: the most that one of its rows needs. Each is a captured graph of its own, and a row
+    gets the same token and log-probability in every mode that does what it needs."""
 
-    random: bool = False  # some temperature is not 0
-    filtered: bool = False  # some top_k, top_p or min_p is set
-    penalised: bool = False  # some repetition penalty is not 1
-    restricted: bool = False  # some row may choose among certain tokens only
-    biased: bool = False  # some row has a logit bias, or a presence or frequency penalty
-    tops: bool = False  # some row reports the likeliest tokens
-    processed: bool = False  # some row reports the probability of the draw
-
-    @property
-    def bits(self) -> int:
-        """As a number: what several rows need is the `or` of theirs."""
-        return sum(flag << number for number, flag in enumerate(self))
+    draw: Draw = Draw.GREEDY
+    tables: bool = False  # penalties, biases, token masks and likeliest tokens, which are all rare, come together
 
     @classmethod
-    def of(cls, bits: int) -> Mode:
-        return cls(*(bool(bits >> number & 1) for number in range(len(cls._fields))))
+    def union(cls, modes: Iterable[Mode]) -> Mode:
+        """The mode that does what all of these do."""
+        draws, tables = zip(*modes)
+        return cls(max(draws), any(tables))
 
 
-class Settings(NamedTuple):
+class SamplingSettings(NamedTuple):
     """Per row (B,): what request.Sampling says, on the device."""
 
     temperature: Tensor  # float32; 0 is greedy
@@ -53,40 +57,67 @@ class Settings(NamedTuple):
     top_p: Tensor  # float32
     min_p: Tensor  # float32
     penalty: Tensor  # float32
-    seed: Tensor  # (B, KEYS) float32: noise.seed_keys
+    seed: Tensor  # (B, KEYS) float32: seed_keys
     presence: Tensor  # float32
     frequency: Tensor  # float32
     processed: Tensor  # bool
 
-    def rows(self, which: Tensor | slice) -> Settings:
+    def rows(self, which: Tensor | slice) -> SamplingSettings:
         """Some of the rows."""
-        return Settings(*(tensor[which] for tensor in self))
+        return SamplingSettings(*[tensor[which] for tensor in self])
+
+
+class Tables(NamedTuple):
+    """Per row and token (B, V), where Mode.tables. Rows without a penalty, bias or mask are changed by none of them."""
+
+    seen: Tensor  # bool: tokens of prompt and answer, for the repetition penalty
+    barred: Tensor  # bool: the token mask; what must not be chosen
+    bias: Tensor  # float32: what is added to each logit
+    counts: Tensor  # float32: how often the model has chosen each token, for presence and frequency penalties
+
+    @classmethod
+    def zeros(cls, rows: int, vocab: int, device: torch.device) -> Tables:
+        """Tables of rows that have no history."""
+        dtypes = torch.bool, torch.bool, torch.float32, torch.float32
+        return cls(*(torch.zeros(rows, vocab, dtype=dtype, device=device) for dtype in dtypes))
+
+    def rows(self, which: Tensor | slice) -> Tables:
+        """Some of the rows."""
+        return Tables(*[tensor[which] for tensor in self])
 
 
 SettingsRow = tuple[float, int, float, float, float, tuple[float, ...], float, float, bool]
 
 
 def settings_row(sampling: Sampling) -> SettingsRow:
-    """What one request puts into Settings."""
+    """The SamplingSettings of one request."""
     s = sampling
     filters = s.temperature, s.top_k, s.top_p, s.min_p
     penalties = s.presence_penalty, s.frequency_penalty
     return *filters, s.repetition_penalty, seed_keys(s.seed), *penalties, s.processed_logprobs
 
 
+def settings_columns(samplings: Sequence[Sampling]) -> list[list[float]]:
+    """The settings rows of some requests as plain numbers, (R, 8 + KEYS), exact in float32."""
+    rows = []
+    for sampling in samplings:
+        temperature, top_k, top_p, min_p, penalty, seed, *rest = settings_row(sampling)
+        rows.append([temperature, min(top_k, MAX_EXACT), top_p, min_p, penalty, *seed, *rest])
+    return rows
+
+
 def mode_of(sampling: Sampling) -> Mode:
-    """What one request needs."""
+    """The smallest mode that does what one request asks for."""
     s = sampling
-    narrow = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
-    return Mode(
-        random=s.temperature > 0,
-        filtered=s.temperature > 0 and narrow,
-        penalised=s.repetition_penalty != 1.0,
-        restricted=bool(s.allowed_tokens) or s.grammar is not None,
-        biased=bool(s.logit_bias or s.presence_penalty or s.frequency_penalty),
-        tops=s.top_logprobs > 0,
-        processed=s.processed_logprobs,
-    )
+    penalties = s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty
+    tables = penalties or s.allowed_tokens or s.grammar is not None or s.logit_bias or s.top_logprobs
+    draw = Draw.GREEDY
+    if s.temperature > 0:
+        filtered = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
+        draw = Draw.FILTERED if filtered else Draw.PROCESSED if s.processed_logprobs else Draw.RANDOM
+    elif s.processed_logprobs and tables:
+        draw = Draw.PROCESSED  # else the model's own distribution is that of the draw
+    return Mode(draw, bool(tables))
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
@@ -140,8 +171,8 @@ def ranked(report: Sequence[float], count: int) -> list[tuple[int, float]]:
     """The `count` likeliest tokens with their log probabilities, from what the device reported of one row: ids, then
     log probabilities. Equals come in the order of their ids."""
     half = len(report) // 2
-    found = zip(map(int, report[:half]), report[half:])
-    return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:count]
+    pairs = zip(map(int, report[:half]), report[half:])
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
 
 
 def normaliser(logits: Tensor) -> Tensor:
@@ -151,50 +182,41 @@ def normaliser(logits: Tensor) -> Tensor:
 
 def sample(
     logits: Tensor,
-    settings: Settings,
+    settings: SamplingSettings,
     position: Tensor,
     mode: Mode,
-    seen: Tensor | None = None,
-    barred: Tensor | None = None,
-    bias: Tensor | None = None,
-    counts: Tensor | None = None,
+    tables: Tables | None = None,
+    *,
     blocks: Tensor | None = None,
     logsumexp: Callable[[Tensor], Tensor] = normaliser,
 ) -> tuple[Tensor, Tensor]:
-    """The chosen token of every row (B,) and its log probability (B,) float32.
+    """The chosen token of every row (B,) and its log-probability (B,) float32.
 
-    logits (B, V) float32; `position` (B,) of the token whose successor is chosen. Where the mode needs them, (B, V):
-    seen, barred bool: tokens that the repetition penalty falls on, and tokens that must not be chosen; bias, counts
-    float32: what is added to each logit, and how often each token was chosen. blocks: noise.columns, if they are there
-    already. The probability is the model's own: before penalties, bias, restriction, temperature and filters; or after
-    all of these, where settings.processed.
+    logits (B, V) float32; `position` (B,) of the token whose successor is chosen; `tables` where the mode
+    has some; `blocks`: `columns`, if they are there already. The log-probability is the model's own: before penalties,
+    bias, mask, temperature and filters; or after all of these, where settings.processed.
     """
-    scores = logits
-    if mode.penalised:
-        assert seen is not None
-        scores = penalise(scores, seen, settings.penalty)
-    if mode.biased:
-        assert bias is not None
-        assert counts is not None
-        scores = adjust(scores, bias, counts, settings.presence, settings.frequency)
-    if mode.restricted:
-        assert barred is not None
-        scores = scores.masked_fill(barred, float("-inf"))
-    drawn = scores
-    if mode.random:
-        greedy = settings.temperature < LEAST_TEMPERATURE
+    scores, processed = logits, mode.draw >= Draw.PROCESSED
+    if mode.tables:
+        assert tables is not None
+        scores = penalise(scores, tables.seen, settings.penalty)
+        scores = adjust(scores, tables.bias, tables.counts, settings.presence, settings.frequency)
+        scores = scores.masked_fill(tables.barred, float("-inf"))
+    drawn = scores  # what the token is drawn from, before the noise
+    if mode.draw > Draw.GREEDY:
+        greedy = settings.temperature < MIN_TEMPERATURE
         scaled = scores / settings.temperature.masked_fill(greedy, 1.0)[:, None]
         blocks = columns(logits.size(-1), logits.device) if blocks is None else blocks
         noise = -torch.log(-torch.log(uniform(settings.seed, position, blocks)))
-        if mode.filtered:
+        if mode.draw == Draw.FILTERED:
             inside = keep(scaled, settings.top_k, settings.top_p, settings.min_p)
             scaled = scaled.masked_fill(~inside, float("-inf"))
-        if mode.processed:
+        if processed:
             drawn = torch.where(greedy[:, None], scores, scaled)
         scores = torch.where(greedy[:, None], scores, scaled + noise)
     alone = scores.size(0) == 1 and torch.compiler.is_compiling()
     chosen = likeliest(scores) if alone else scores.argmax(dim=-1)
-    reported = torch.where(settings.processed[:, None], drawn, logits) if mode.processed else logits
+    reported = torch.where(settings.processed[:, None], drawn, logits) if processed else logits
     picked = reported.gather(-1, chosen[:, None]).squeeze(-1)
     return chosen, picked - logsumexp(reported)
 
@@ -237,14 +259,14 @@ def seed_keys(seed: int) -> tuple[float, ...]:
     return tuple((word >> 52 | 1) * WIDE if wide else (word >> 53 | 1) * NARROW for word, wide in zip(words, wide))
 
 
-def columns(count: int, place: torch.device | str = "cpu") -> Tensor:
+def columns(count: int, device: torch.device | str = "cpu") -> Tensor:
     """(2, count) float32: the block of every token; made once, it stays on the device."""
     number = np.arange(count, dtype=np.int64)
     for factor in (0x5BD1E5, 0x2C1B3D, 0x297A2D):  # three times: a bijection of 23 bits that leaves no pattern
         number = (number * factor + 0x1234567) & (2**23 - 1)
         number ^= number >> 11
     both = np.stack(((number >> 11) * LEFT + LEFT / 2, (number & 2047) * RIGHT + RIGHT / 2))
-    return torch.from_numpy(both.astype(np.float32)).to(place)
+    return torch.from_numpy(both.astype(np.float32)).to(device)
 
 
 def mixed(changed: Tensor, other: Tensor, key: Tensor, step: float) -> Tensor:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ascendchat.engine import sampling
-from ascendchat.engine.sampling import LEAST_TEMPERATURE, Settings
+from ascendchat.engine.sampling import MIN_TEMPERATURE, SamplingSettings
 from ascendchat.nn.triton_decoding import capped, wait
 
 FEW = 16  # rows
@@ -25,7 +25,7 @@ BLOCK, WARPS, MANY_BLOCK, MANY_WARPS = 256, 2, 2048, 4  # tokens of a program, w
 
 LEFT, RIGHT, WIDE, NARROW = (tl.constexpr(x) for x in (sampling.LEFT, sampling.RIGHT, sampling.WIDE, sampling.NARROW))
 ROUNDS, LANES, KEYS = (tl.constexpr(x) for x in (sampling.ROUNDS, sampling.LANES, sampling.KEYS))
-COLDEST = tl.constexpr(LEAST_TEMPERATURE)
+COLDEST = tl.constexpr(MIN_TEMPERATURE)
 
 
 class State(NamedTuple):
@@ -61,7 +61,7 @@ def _lane(keys, position, lane: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _uniform(keys, position, left, right):  # type: ignore[no-untyped-def]
-    """noise.uniform of some tokens of a row."""
+    """sampling.uniform of some tokens of a row."""
     wide0, narrow0 = _lane(keys, position, 0)
     wide1, narrow1 = _lane(keys, position, 1)
     wide2, _ = _lane(keys, position, 2)
@@ -161,7 +161,7 @@ def _note(  # type: ignore[no-untyped-def]
 def choose(
     logits: Tensor,
     read: Tensor,
-    settings: Settings,
+    settings: SamplingSettings,
     blocks: Tensor,
     state: State,
     *,
@@ -170,17 +170,17 @@ def choose(
     overlaps: bool = False,
 ) -> Tensor:
     """logits (B, V) float32, before their bound `softcap`; `read` (B,): the tokens of this step, whose places are
-    `state.length`; `blocks`: noise.columns; `overlaps`: see TokenStep. (2, B) float32."""
+    `state.length`; `blocks`: sampling.columns; `overlaps`: see TokenStep. (2, B) float32."""
     rows, vocab = logits.shape
     block, warps = (BLOCK, WARPS) if rows <= FEW else (MANY_BLOCK, MANY_WARPS)
     parts = triton.cdiv(vocab, block)
     best, most, total = (torch.empty(rows, parts, device=logits.device) for _ in range(3))
     column = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    found: tuple[Any, ...] = best, column, most, total
-    known = logits, settings.temperature, settings.seed, state.length, blocks
+    partial: tuple[Any, ...] = best, column, most, total
+    inputs = logits, settings.temperature, settings.seed, state.length, blocks
     options: dict[str, Any] = {"softcap": softcap, "pdl": overlaps, **({"launch_pdl": True} if overlaps else {})}
-    _look[rows, parts](*known, *found, vocab, random=random, block=block, num_warps=warps, **options)
+    _look[rows, parts](*inputs, *partial, vocab, random=random, block=block, num_warps=warps, **options)
     report = torch.empty(2, rows, device=logits.device)
     width = triton.next_power_of_2(parts)
-    _note[(rows,)](logits, *found, read, *state, report, rows, vocab, parts=parts, width=width, **options)
+    _note[(rows,)](logits, *partial, read, *state, report, rows, vocab, parts=parts, width=width, **options)
     return report

@@ -18,7 +18,7 @@ import numpy as np
 from ascendchat.config.generate import EvalBaseConfig
 from ascendchat.data.corpus import Corpus, open_corpora
 from ascendchat.device import pick
-from ascendchat.engine.cache import Narrowed, kept_dtype
+from ascendchat.engine.cache import Narrowed, kv_cache_dtype
 from ascendchat.engine.open import open_for_generation
 from ascendchat.errors import UserError, home
 from ascendchat.eval.bits import corpus_bits
@@ -55,7 +55,7 @@ def run(config: EvalBaseConfig) -> int:
     max_per_task = None if config.max_per_task == -1 else config.max_per_task
     with joined(pick(config.device_type), sys.stderr if config.json else None) as here:
         opened = open_for_generation(here, config, "base", config.max_seq_len)
-        if (dtype := kept_dtype(config.kv_cache_dtype, here.device)) is not None:
+        if (dtype := kv_cache_dtype(config.kv_cache_dtype, here.device)) is not None:
             opened = replace(opened, kernel=cast(Attention, Narrowed(opened.kernel, dtype)))
         corpora = corpora_of(config, opened) if "bpb" in config.eval else []
         bundle = Path(config.bundle or home() / "data" / "core").absolute()

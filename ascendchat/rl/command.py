@@ -272,7 +272,7 @@ def reference_of(config: RlConfig, learner: TrainModel, origin: ModelSource) -> 
 def engine_of(learner: TrainModel, tokenizer: Tokenizer, slots: int, readout: Readout) -> Engine:
     """The engine around the very weights that are trained."""
     exact, context = isinstance(learner, InvariantTrainModel), learner.model.shape.seq_len
-    engine = Engine(
+    return Engine(
         learner.model,
         learner.reader,
         tokenizer,
@@ -283,6 +283,5 @@ def engine_of(learner: TrainModel, tokenizer: Tokenizer, slots: int, readout: Re
         graphs=learner.device.compiles,  # the task queue of a trainer on NPUs captures nothing
         reuse=not exact,  # a prompt that is read behind others' tokens has its keys in another order, where rings turn
         prefill_tokens=slots * context,  # all prompts before the first step: only the last answer is waited for
+        readout=readout,
     )
-    engine.decoder.readout = readout
-    return engine

@@ -25,7 +25,7 @@ from itertools import takewhile
 from typing import Any
 
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.engine.engine import Engine, Job
+from ascendchat.engine.engine import Engine, RequestState
 from ascendchat.engine.request import Completion, Generator, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.rl.episode import Trajectory, run_episode
@@ -51,7 +51,7 @@ class _Batch:
     questions: Questions
     answers: list[tuple[Any, str] | None]
     writes: int  # answers of the model that are missing
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[RequestState] = field(default_factory=list)
 
 
 class Workflows:
@@ -229,7 +229,7 @@ class _LocalEpisodes(_Episodes):
         super().__init__(flows, episodes, len(engine.running))
         self.engine = engine
         self.fresh: list[tuple[int, int, int, _Batch, Request]] = []
-        self.jobs: dict[Job, tuple[_Batch, int]] = {}
+        self.jobs: dict[RequestState, tuple[_Batch, int]] = {}
 
     def generate(self, batch: _Batch, place: int, request: Request) -> None:
         self.fresh.append((batch.episode, batch.questions.asked[place][0], place, batch, request))

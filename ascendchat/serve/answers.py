@@ -1,8 +1,8 @@
-"""From what the engine says (messages.Part) to what OpenAI's clients read: chunks of a stream, or one object.
+"""From what the engine says (messages.Chunk) to what OpenAI's clients read: chunks of a stream, or one object.
 
-    answers = ChatAnswers(about, asked)                   # or TextAnswers
-    answers.opening(), answers.part(index, part), answers.closing()     # bytes of a stream of events
-    answers.whole(parts)                                                # the object of an answer at once
+    answers = ChatAnswers(about, wanted)                   # or TextAnswers
+    answers.opening(), answers.chunk(index, chunk), answers.closing()     # bytes of a stream of events
+    answers.whole(chunks)                                                # the object of an answer at once
 
 Tens of thousands of tokens per second go through here: all of a chunk that does not change is made once, and only the
 text is encoded. Text is escaped to ASCII, since some clients take U+2028 for the end of a line.
@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Piece
-from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import joined
-from ascendchat.serve.prompts import Asked
+from ascendchat.serve.prompts import GenerationRequest
 from ascendchat.serve.tools import CallReader, whole_calls
+from ascendchat.serve.worker_messages import Chunk
 
 # As other servers call an answer that was cut short from outside; and as OpenAI does, whose clients may know no other.
 REASONS = {"cancelled": "abort", "timeout": "length"}
@@ -35,46 +35,42 @@ REASONS = {"cancelled": "abort", "timeout": "length"}
 
 @dataclass(frozen=True)
 class About:
-    """What all choices of an answer share."""
+    """The server's side of an answer, which all its choices share."""
 
     model: str
     fingerprint: str
     version: int  # of the weights, where an answer has no token that says it
     tokenizer: Tokenizer
-    n: int  # choices per prompt
-    include_usage: bool = False
-    token_ids: bool = False  # tell them
-    as_ids: bool = False  # log-probabilities name tokens by their ids
     created: int = field(default_factory=lambda: int(time.time()))
     key: str = field(default_factory=lambda: secrets.token_hex(12))
 
 
 class Choice:
-    """How far one answer is."""
+    """The state of one choice of an answer."""
 
-    def __init__(self, about: About, asked: Asked, index: int, everything: bool) -> None:
-        request = asked.requests[index]
+    def __init__(self, about: About, wanted: GenerationRequest, index: int, everything: bool) -> None:
+        request = wanted.requests[index]
         sampling = request.sampling
         self.prompt, self.index, self.version = request.prompt, index, about.version
         self.report = None
         if sampling.logprobs:
             self.report = TokenReport(about.tokenizer, everything=everything, held=bool(sampling.stop))
-        self.calls = CallReader(about.tokenizer) if asked.calls else None
-        self.plain = self.report is None and self.calls is None and not about.token_ids
+        self.calls = CallReader(about.tokenizer) if wanted.calls else None
+        self.plain = self.report is None and self.calls is None and not wanted.token_ids
         self.count = self.cached = 0
 
-    def take(self, part: Part) -> None:
-        """Count a part."""
-        self.count += len(part.ids)
-        self.cached = part.cached_tokens
-        if part.versions:
-            self.version = part.versions[-1]
+    def take(self, chunk: Chunk) -> None:
+        """Count a chunk."""
+        self.count += len(chunk.ids)
+        self.cached = chunk.cached_tokens
+        if chunk.versions:
+            self.version = chunk.versions[-1]
 
-    def finish(self, part: Part) -> str:
+    def finish(self, chunk: Chunk) -> str:
         """The finish reason in OpenAI's words."""
-        if self.calls is not None and self.calls.complete and part.finish_reason == "stop":
+        if self.calls is not None and self.calls.complete and chunk.finish_reason == "stop":
             return "tool_calls"
-        return REASONS.get(part.finish_reason, part.finish_reason)
+        return REASONS.get(chunk.finish_reason, chunk.finish_reason)
 
 
 def texts(pieces: Sequence[Piece]) -> list[Piece]:
@@ -86,30 +82,30 @@ def texts(pieces: Sequence[Piece]) -> list[Piece]:
     ]
 
 
-def own_fields(part: Part, before: int) -> dict[str, Any]:
+def own_fields(chunk: Chunk, before: int) -> dict[str, Any]:
     """The weights that wrote these tokens: one version, or one for each where they differ; and whether the time of the
     answer was over before its end, since "length" may mean that, too."""
-    versions = part.versions
-    found: dict[str, Any] = {"weight_version": versions[0] if versions else before}
+    versions = chunk.versions
+    fields: dict[str, Any] = {"weight_version": versions[0] if versions else before}
     if len(set(versions)) > 1:
-        found["weight_versions"] = versions
-    if part.finish_reason == "timeout":
-        found["timed_out"] = True
-    return found
+        fields["weight_versions"] = versions
+    if chunk.finish_reason == "timeout":
+        fields["timed_out"] = True
+    return fields
 
 
 class _Answers:
-    """What chat and text completions share."""
+    """The common half of chat and text completions."""
 
     object = stream_object = prefix = ""
     everything = False  # log-probabilities also of tokens that are no text
 
-    def __init__(self, about: About, asked: Asked) -> None:
-        self.about, self.asked = about, asked
-        self.choices = [Choice(about, asked, i, self.everything) for i in range(len(asked.requests))]
+    def __init__(self, about: About, wanted: GenerationRequest) -> None:
+        self.about, self.wanted = about, wanted
+        self.choices = [Choice(about, wanted, i, self.everything) for i in range(len(wanted.requests))]
         head = json.dumps(self._head(self.stream_object), separators=(",", ":"))
         self._event = f'data: {head[:-1]},"choices":['.encode()
-        self._end = b'}],"usage":null}\n\n' if about.include_usage else b"}]}\n\n"
+        self._end = b'}],"usage":null}\n\n' if wanted.include_usage else b"}]}\n\n"
         self._tails: dict[int, bytes] = {}  # by version
 
     def _head(self, name: str) -> dict[str, Any]:
@@ -122,12 +118,12 @@ class _Answers:
             "system_fingerprint": about.fingerprint,
         }
 
-    def event(self, choice: Choice, inner: bytes, part: Part, finish: str | None = None, extra: bytes = b"") -> bytes:
+    def event(self, choice: Choice, inner: bytes, chunk: Chunk, finish: str | None = None, extra: bytes = b"") -> bytes:
         """One chunk; `inner` is what its choice says, `extra` further fields of it."""
         head = b'%b{"index":%d,%b' % (self._event, choice.index, inner)
-        if finish is None and not extra and (not part.versions or part.versions[0] == part.versions[-1]):
+        if finish is None and not extra and (not chunk.versions or chunk.versions[0] == chunk.versions[-1]):
             return head + self._tail(choice.version) + self._end
-        own = json.dumps({"finish_reason": finish, "ascendchat": own_fields(part, choice.version)})
+        own = json.dumps({"finish_reason": finish, "ascendchat": own_fields(chunk, choice.version)})
         return b"%b,%b%b%b" % (head, own[1:-1].encode(), extra or b',"logprobs":null', self._end)
 
     def _tail(self, version: int) -> bytes:
@@ -136,21 +132,21 @@ class _Answers:
             self._tails[version] = f",{own}".encode()
         return self._tails[version]
 
-    def extras(self, choice: Choice, part: Part) -> dict[str, Any]:
-        """Log-probabilities and ids of the tokens in a part."""
-        found: dict[str, Any] = {}
+    def extras(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
+        """Log-probabilities and ids of the tokens in a chunk."""
+        fields: dict[str, Any] = {}
         if choice.report is not None:
-            rows = choice.report.feed(part)
-            found["logprobs"] = self.logprobs(rows) if rows else None
-        if self.about.token_ids:
-            found["token_ids"] = part.ids
-            if choice.count == len(part.ids):  # the first one
-                found["prompt_token_ids"] = list(choice.prompt)
-        return found
+            rows = choice.report.feed(chunk)
+            fields["logprobs"] = self.logprobs(rows) if rows else None
+        if self.wanted.token_ids:
+            fields["token_ids"] = chunk.ids
+            if choice.count == len(chunk.ids):  # the first one
+                fields["prompt_token_ids"] = list(choice.prompt)
+        return fields
 
     def usage(self) -> dict[str, Any]:
         """Tokens; a prompt counts once, however many answers it has."""
-        first = self.choices[:: self.about.n]
+        first = self.choices[:: self.wanted.n]
         prompt, completion = sum(len(choice.prompt) for choice in first), sum(choice.count for choice in self.choices)
         return {
             "prompt_tokens": prompt,
@@ -160,61 +156,61 @@ class _Answers:
         }
 
     def opening(self) -> bytes:
-        """What is sent before anything else."""
+        """Bytes to send before anything else."""
         return b""
 
     def closing(self) -> bytes:
         """The end of a stream."""
-        if not self.about.include_usage:
+        if not self.wanted.include_usage:
             return b"data: [DONE]\n\n"
         usage = json.dumps(self.usage(), separators=(",", ":")).encode()
         return b'%b],"usage":%b}\n\ndata: [DONE]\n\n' % (self._event, usage)
 
-    def part(self, index: int, part: Part) -> bytes:
-        """The chunks that say what a part says."""
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """The chunks that say what a chunk says."""
         choice = self.choices[index]
-        choice.take(part)
-        inners = self.inners(choice, part)
+        choice.take(chunk)
+        inners = self.inners(choice, chunk)
         if choice.plain:
-            out = [self.event(choice, inner, part) for inner in inners]
+            out = [self.event(choice, inner, chunk) for inner in inners]
         else:
-            extras = self.extras(choice, part)
+            extras = self.extras(choice, chunk)
             if not inners and (extras.get("logprobs") or extras.get("token_ids")):
                 inners = [self.empty]
             extra = (", " + json.dumps(extras)[1:-1]).encode() if extras else b""
             if extra and "logprobs" not in extras:
                 extra += b',"logprobs":null'
-            out = [self.event(choice, inner, part, extra=extra if at == 0 else b"") for at, inner in enumerate(inners)]
-        if part.finish_reason:
-            nothing = part._replace(versions=[])
-            out.append(self.event(choice, self.empty, nothing, finish=choice.finish(part)))
+            out = [self.event(choice, inner, chunk, extra=extra if at == 0 else b"") for at, inner in enumerate(inners)]
+        if chunk.finish_reason:
+            nothing = chunk._replace(versions=[])
+            out.append(self.event(choice, self.empty, nothing, finish=choice.finish(chunk)))
         return b"".join(out)
 
-    def whole(self, parts: Sequence[Sequence[Part]]) -> dict[str, Any]:
+    def whole(self, chunks: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
         """The object of an answer at once."""
-        found = []
-        for choice, given in zip(self.choices, parts):
-            part = joined(given)
-            choice.take(part)
-            one = self.message(choice, part)
-            one["finish_reason"] = choice.finish(part)
+        choices = []
+        for choice, given in zip(self.choices, chunks):
+            chunk = joined(given)
+            choice.take(chunk)
+            one = self.message(choice, chunk)
+            one["finish_reason"] = choice.finish(chunk)
             one["logprobs"] = None
-            one.update(self.extras(choice, part))
-            calculations = [{"kind": p.kind, "text": p.text} for p in texts(part.pieces) if p.kind != "text"]
-            own = own_fields(part, choice.version)
+            one.update(self.extras(choice, chunk))
+            calculations = [{"kind": p.kind, "text": p.text} for p in texts(chunk.pieces) if p.kind != "text"]
+            own = own_fields(chunk, choice.version)
             one["ascendchat"] = {**own, "tool": calculations} if calculations and not choice.calls else own
-            found.append(one)
-        return {**self._head(self.object), "choices": found, "usage": self.usage()}
+            choices.append(one)
+        return {**self._head(self.object), "choices": choices, "usage": self.usage()}
 
     # ---- what differs --------------------------------------------------------------------------
 
     empty = b""
 
-    def inners(self, choice: Choice, part: Part) -> list[bytes]:
-        """What the chunks of a part say, as JSON without braces."""
+    def inners(self, choice: Choice, chunk: Chunk) -> list[bytes]:
+        """The contents of the events for one Chunk, as JSON without braces."""
         raise NotImplementedError
 
-    def message(self, choice: Choice, part: Part) -> dict[str, Any]:
+    def message(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
         """The choice of a whole answer."""
         raise NotImplementedError
 
@@ -224,43 +220,43 @@ class _Answers:
 
 
 class ChatAnswers(_Answers):
-    """Of /v1/chat/completions."""
+    """Answers of /v1/chat/completions."""
 
     object, stream_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     empty = b'"delta":{}'
 
     def opening(self) -> bytes:
         """Every choice says first who speaks."""
-        nothing = Part(0, [], [], [], [], [])
+        nothing = Chunk(0, [], [], [], [], [])
         inner = b'"delta":{"role":"assistant","content":"","refusal":null}'
         return b"".join(self.event(choice, inner, nothing) for choice in self.choices)
 
-    def inners(self, choice: Choice, part: Part) -> list[bytes]:
-        found = []
-        for kind, text in texts(part.pieces):
+    def inners(self, choice: Choice, chunk: Chunk) -> list[bytes]:
+        contents = []
+        for kind, text in texts(chunk.pieces):
             if kind == "text":
-                found.append(b'"delta":{"content":%b}' % quoted(text).encode())
+                contents.append(b'"delta":{"content":%b}' % quoted(text).encode())
             elif choice.calls is None:
                 own = {"tool": {"kind": kind, "text": text}}
-                found.append(f'"delta":{{"content":"","ascendchat":{json.dumps(own)}}}'.encode())
+                contents.append(f'"delta":{{"content":"","ascendchat":{json.dumps(own)}}}'.encode())
         if choice.calls is not None:
-            for delta in choice.calls.feed(part.ids, over=bool(part.finish_reason)):
-                found.append(f'"delta":{{"tool_calls":[{json.dumps(delta.json)}]}}'.encode())
-        return found
+            for delta in choice.calls.feed(chunk.ids, over=bool(chunk.finish_reason)):
+                contents.append(f'"delta":{{"tool_calls":[{json.dumps(delta.json)}]}}'.encode())
+        return contents
 
-    def message(self, choice: Choice, part: Part) -> dict[str, Any]:
-        text = "".join(piece.text for piece in part.pieces if piece.kind == "text")
+    def message(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
+        text = "".join(piece.text for piece in chunk.pieces if piece.kind == "text")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if choice.calls is not None:
-            calls = whole_calls(choice.calls.feed(part.ids, over=True))
+            calls = whole_calls(choice.calls.feed(chunk.ids, over=True))
             if calls:
                 message["tool_calls"] = calls
                 message["content"] = text or None
         return {"index": choice.index, "message": message}
 
-    def whole(self, parts: Sequence[Sequence[Part]]) -> dict[str, Any]:
-        answer = super().whole(parts)
-        if self.about.token_ids:  # vLLM's clients look for it here
+    def whole(self, chunks: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
+        answer = super().whole(chunks)
+        if self.wanted.token_ids:  # vLLM's clients look for it here
             answer["prompt_token_ids"] = list(self.choices[0].prompt)
         return answer
 
@@ -269,31 +265,31 @@ class ChatAnswers(_Answers):
 
 
 class TextAnswers(_Answers):
-    """Of /v1/completions."""
+    """Answers of /v1/completions."""
 
     object = stream_object = "text_completion"
     prefix = "cmpl"
     everything = True
     empty = b'"text":""'
 
-    def inners(self, choice: Choice, part: Part) -> list[bytes]:
-        text = "".join(piece.text for piece in part.pieces if piece.kind == "text")
+    def inners(self, choice: Choice, chunk: Chunk) -> list[bytes]:
+        text = "".join(piece.text for piece in chunk.pieces if piece.kind == "text")
         return [b'"text":%b' % quoted(text).encode()] if text else []
 
-    def message(self, choice: Choice, part: Part) -> dict[str, Any]:
-        return {"index": choice.index, "text": "".join(p.text for p in part.pieces if p.kind == "text")}
+    def message(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
+        return {"index": choice.index, "text": "".join(p.text for p in chunk.pieces if p.kind == "text")}
 
     def logprobs(self, rows: Any) -> dict[str, Any]:
-        return text_logprobs(self.about.tokenizer, rows, self.about.as_ids)
+        return text_logprobs(self.about.tokenizer, rows, self.wanted.as_ids)
 
 
 # What the API says of single tokens: their text, bytes and log-probabilities.
 #
 # report = TokenReport(tokenizer, everything=False, held=bool(stop))
-# rows = report.feed(part)                 # a Row for each token that is part of the text now
+# rows = report.feed(chunk)                 # a Row for each token that is chunk of the text now
 # chat_logprobs(tokenizer, rows)           # as in chat completions; text_logprobs as in text completions
 
-LEAST = -9999.0  # instead of minus infinity, which JSON does not have
+MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
 
 
 class _Row(NamedTuple):
@@ -321,18 +317,18 @@ class TokenReport:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._waiting: deque[tuple[int, _Row]] = deque()  # with the bytes of text before each
 
-    def feed(self, part: Part) -> list[_Row]:
-        """The rows that can be shown with this part."""
-        for at, token in enumerate(part.ids):
+    def feed(self, chunk: Chunk) -> list[_Row]:
+        """The rows that can be shown with this chunk."""
+        for at, token in enumerate(chunk.ids):
             if token >= len(self.tokens):
                 self._text = token not in self._opens
             if self.everything or (self._text and token < len(self.tokens)):
-                tops = part.tops[at] if part.tops else ()
-                self._waiting.append((self._bytes, _Row(token, part.logprobs[at], tops, self._offset)))
+                tops = chunk.tops[at] if chunk.tops else ()
+                self._waiting.append((self._bytes, _Row(token, chunk.logprobs[at], tops, self._offset)))
             if self._text and token < len(self.tokens):
                 self._bytes += len(self.tokens[token])
                 self._offset += len(self._decoder.decode(self.tokens[token]))
-        self._shown += sum(len(piece.text.encode()) for piece in part.pieces if piece.kind == "text")
+        self._shown += sum(len(piece.text.encode()) for piece in chunk.pieces if piece.kind == "text")
         rows = []
         while self._waiting and (not self.held or self._waiting[0][0] < self._shown):
             rows.append(self._waiting.popleft()[1])
@@ -345,7 +341,7 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def number(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LEAST
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB
 
 
 def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[_Row]) -> dict[str, Any]:
@@ -374,8 +370,8 @@ def text_logprobs(tokenizer: Tokenizer, rows: Sequence[_Row], as_ids: bool = Fal
     def tops(row: _Row) -> dict[str, float] | None:
         if not row.tops:
             return None
-        found = {name(token): number(logprob) for token, logprob in row.tops}
-        return found if row.logprob is None else {name(row.id): number(row.logprob), **found}
+        likeliest = {name(token): number(logprob) for token, logprob in row.tops}
+        return likeliest if row.logprob is None else {name(row.id): number(row.logprob), **likeliest}
 
     return {
         "tokens": [name(row.id) for row in rows],

@@ -1,8 +1,8 @@
 """The application behind `ascendchat serve`: OpenAI's routes, health, and the web page.
 
-application(Service(config, pool, tokenizer, reader)) is an ASGI app; command.py gives it to uvicorn. protocol.py says
-what a request may hold, reading.py reads it (a large one in another process: reader.py), prompts.py makes requests of
-the engine of it, answers.py writes what comes back, app.py sends it.
+application(Service(config, pool, tokenizer, large_requests)) is an ASGI app; command.py gives it to uvicorn. A request
+is read by prompts.py, which makes engine requests of the fields in protocol.py; the pool has workers that answer them;
+answers.py and response_events.py write what comes back, and AnswerResponse sends it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from starlette.types import Receive, Scope, Send
 
 from ascendchat.serve import errors, weights
 from ascendchat.serve.answers import ChatAnswers, TextAnswers
-from ascendchat.serve.errors import Problem, error_event
-from ascendchat.serve.guard import OWNER
-from ascendchat.serve.messages import Part
-from ascendchat.serve.pool import Failure, Ticket
-from ascendchat.serve.prompts import Asked
-from ascendchat.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from ascendchat.serve.reading import AskedResponse
-from ascendchat.serve.responses import ResponseAnswers, ResponsesRequest
+from ascendchat.serve.errors import ApiError, error_event
+from ascendchat.serve.pool import AnswerFailed, PendingRequest
+from ascendchat.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PublicNames,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from ascendchat.serve.response_events import ResponseAnswers
 from ascendchat.serve.service import Service
+from ascendchat.serve.worker_messages import Chunk
 from ascendchat.version import __version__
 
 WEB = Path(__file__).parent / "web"
-
-
-def owner_of(request: Request) -> str:
-    """Of the API key, as Guard has found it; "" where there are no keys."""
-    return str(request.scope.get(OWNER, ""))
 
 
 def application(service: Service) -> FastAPI:
@@ -57,31 +56,26 @@ def application(service: Service) -> FastAPI:
 
 
 def completion_routes(service: Service) -> APIRouter:
-    """What an application asks for."""
+    """Routes that generate, and those that name the model."""
     router = APIRouter(responses=errors.documented(400, 401, 404, 413, 429, 503))
 
     @router.post("/v1/chat/completions", responses=ANSWER, openapi_extra=takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """The assistant's next turn."""
-        asked: Asked = await service.read(request)
-        tickets = await service.submit(asked, owner_of(request))
-        return Reply(tickets, ChatAnswers(service.answer_about(asked), asked), streams=asked.streams)
+        wanted, pending, about = await service.generate(request)
+        return AnswerResponse(pending, ChatAnswers(about, wanted), streams=wanted.streams)
 
     @router.post("/v1/completions", responses=ANSWER, openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         """A text continued."""
-        asked: Asked = await service.read(request)
-        tickets = await service.submit(asked, owner_of(request))
-        return Reply(tickets, TextAnswers(service.answer_about(asked), asked), streams=asked.streams)
+        wanted, pending, about = await service.generate(request)
+        return AnswerResponse(pending, TextAnswers(about, wanted), streams=wanted.streams)
 
     @router.post("/v1/responses", responses=RESPONSE, openapi_extra=takes(ResponsesRequest))
     async def responses(request: Request) -> Response:
-        """The same in the form of the Responses API; nothing is stored."""
-        found: AskedResponse = await service.read(request)
-        asked = found.asked
-        tickets = await service.submit(asked, owner_of(request))
-        answers = ResponseAnswers(service.answer_about(asked), asked, found.body)
-        return Reply(tickets, answers, streams=asked.streams)
+        """An answer in the form of the Responses API; nothing is stored."""
+        wanted, pending, about = await service.generate(request)
+        return AnswerResponse(pending, ResponseAnswers(about, wanted), streams=wanted.streams)
 
     @router.get("/v1/models", responses=MODELS)
     async def models() -> Response:
@@ -90,7 +84,7 @@ def completion_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{model:path}", responses=MODEL)
     async def model(model: str) -> Response:
-        """The same by its name, which may hold a slash."""
+        """One model by its name, which may hold a slash."""
         service.model.check_name(model)
         return JSONResponse(model_card(service))
 
@@ -126,12 +120,12 @@ def written(pieces: list[bytes]) -> Response:
 
 
 def version_routes() -> APIRouter:
-    """What runs here; /health and /metrics are in metrics.py."""
+    """The route of the version; /health and /metrics are in metrics.py."""
     router = APIRouter()
 
     @router.get("/version")
     async def version() -> Response:
-        """Of ascendchat."""
+        """The version of ascendchat."""
         return JSONResponse({"version": __version__})
 
     return router
@@ -140,7 +134,7 @@ def version_routes() -> APIRouter:
 def page_routes() -> APIRouter:
     """The web page; not part of the API document."""
     router = APIRouter(include_in_schema=False)
-    known = {path.name: path for path in WEB.iterdir() if path.is_file()} if WEB.is_dir() else {}
+    pages = {path.name: path for path in WEB.iterdir() if path.is_file()} if WEB.is_dir() else {}
 
     @router.get("/")
     async def index() -> Response:
@@ -148,15 +142,15 @@ def page_routes() -> APIRouter:
 
     @router.get("/web/{name}")
     async def page(name: str) -> Response:
-        if name not in known:
-            raise Problem(404, f"there is no page {name}")
-        return FileResponse(known[name])
+        if name not in pages:
+            raise ApiError(404, f"there is no page {name}")
+        return FileResponse(pages[name])
 
     return router
 
 
 def model_card(service: Service) -> dict[str, Any]:
-    """What /v1/models says of the model; `ascendchat` is ours, for the web page."""
+    """The entry of the model in /v1/models; `ascendchat` is ours, for the web page."""
     config, about = service.config, service.about
     own = {
         "context": about.context,
@@ -247,17 +241,19 @@ def described(app: FastAPI) -> None:
             schemas = made.setdefault("components", {}).setdefault("schemas", {})
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            _, found = models_json_schema([(model, "validation") for model in _taken.values()], ref_template=PLACE)
-            schemas.update(found["$defs"])
+            _, definitions = models_json_schema(
+                [(model, "validation") for model in _taken.values()], ref_template=PLACE, schema_generator=PublicNames
+            )
+            schemas.update(definitions["$defs"])
             app.openapi_schema = made
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-# An answer on its way to one client: the tickets it waits for, and the end when the client goes away.
+# An answer on its way to one client: the pending it waits for, and the end when the client goes away.
 #
-#     return Reply(tickets, answers, streams=True)           # from a route; an ASGI response
+#     return AnswerResponse(pending, answers, streams=True)           # from a route; an ASGI response
 #
 # Before the first byte an error has its HTTP status; later it is an event of the stream, which then ends. A client that
 # goes away, streaming or not, cancels what is being generated for it.
@@ -270,20 +266,20 @@ EVENTS = [
 
 
 class _Writer(Protocol):
-    """How answers are written (answers.py, responses.py)."""
+    """A writer of answers (answers.py, response_events.py)."""
 
     def opening(self) -> bytes: ...
-    def part(self, index: int, part: Part) -> bytes: ...
+    def chunk(self, index: int, chunk: Chunk) -> bytes: ...
     def closing(self) -> bytes: ...
-    def whole(self, parts: Sequence[Sequence[Part]]) -> dict[str, Any]: ...
+    def whole(self, chunks: Sequence[Sequence[Chunk]]) -> dict[str, Any]: ...
 
 
-class Reply(Response):
-    """Sends what the tickets bring."""
+class AnswerResponse(Response):
+    """Sends what the pending bring."""
 
-    def __init__(self, tickets: Sequence[Ticket], answers: _Writer, *, streams: bool) -> None:
+    def __init__(self, pending: Sequence[PendingRequest], answers: _Writer, *, streams: bool) -> None:
         super().__init__()
-        self.tickets, self.answers, self.streams = tickets, answers, streams
+        self.pending, self.answers, self.streams = pending, answers, streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.ensure_future((self._stream if self.streams else self._whole)(scope, receive, send))
@@ -295,27 +291,27 @@ class Reply(Response):
         finally:
             gone.cancel()
             answer.cancel()
-            for ticket in self.tickets:
-                if not ticket.over:
-                    ticket.cancel()
+            for one in self.pending:
+                if not one.over:
+                    one.cancel()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            parts: list[list[Part]] = []
-            for ticket in self.tickets:
-                parts.append([part async for part in ticket])
-        except Failure as failure:
-            response = Problem.of(failure).response()
+            chunks: list[list[Chunk]] = []
+            for one in self.pending:
+                chunks.append([chunk async for chunk in one])
+        except AnswerFailed as failure:
+            response = ApiError.of(failure).response()
         else:
-            content = json.dumps(self.answers.whole(parts), separators=(",", ":")).encode()
+            content = json.dumps(self.answers.whole(chunks), separators=(",", ":")).encode()
             response = Response(content, media_type="application/json")
         await response(scope, receive, send)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         answers, begun = self.answers, False
         try:
-            async for index, part in merged(self.tickets):
-                data = answers.part(index, part)
+            async for index, chunk in merged(self.pending):
+                data = answers.chunk(index, chunk)
                 if not begun:
                     begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
@@ -323,8 +319,8 @@ class Reply(Response):
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             last = answers.closing()
-        except Failure as failure:
-            problem = Problem.of(failure)
+        except AnswerFailed as failure:
+            problem = ApiError.of(failure)
             if not begun:
                 await problem.response()(scope, receive, send)
                 return
@@ -338,27 +334,27 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Part]]:
-    """The parts of all tickets as they come, with the ticket's place."""
-    if len(tickets) == 1:
-        async for part in tickets[0]:
-            yield 0, part
+async def merged(pending: Sequence[PendingRequest]) -> AsyncIterator[tuple[int, Chunk]]:
+    """The chunks of all choices as they come, with the number of the choice."""
+    if len(pending) == 1:
+        async for chunk in pending[0]:
+            yield 0, chunk
         return
-    arrived: asyncio.Queue[tuple[int, Part | Failure]] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, Chunk | AnswerFailed]] = asyncio.Queue()
 
-    async def pump(index: int, ticket: Ticket) -> None:
+    async def pump(index: int, one: PendingRequest) -> None:
         try:
-            async for part in ticket:
-                arrived.put_nowait((index, part))
-        except Failure as failure:
+            async for chunk in one:
+                arrived.put_nowait((index, chunk))
+        except AnswerFailed as failure:
             arrived.put_nowait((index, failure))
 
-    pumps = [asyncio.ensure_future(pump(index, ticket)) for index, ticket in enumerate(tickets)]
+    pumps = [asyncio.ensure_future(pump(index, one)) for index, one in enumerate(pending)]
     left = len(pumps)
     try:
         while left:
             index, news = await arrived.get()
-            if isinstance(news, Failure):
+            if isinstance(news, AnswerFailed):
                 raise news
             left -= bool(news.finish_reason)
             yield index, news

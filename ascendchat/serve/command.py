@@ -31,9 +31,9 @@ from ascendchat.serve import metrics
 from ascendchat.serve.app import application
 from ascendchat.serve.connection import Limits, protocol
 from ascendchat.serve.guard import AccessLog, Guard, Keys, admission
-from ascendchat.serve.pool import Pool
-from ascendchat.serve.reader import Reader
-from ascendchat.serve.reading import open_tokenizer
+from ascendchat.serve.large_requests import LargeRequests
+from ascendchat.serve.pool import WorkerPool
+from ascendchat.serve.prompts import open_tokenizer
 from ascendchat.serve.service import Service
 
 BACKLOG = 2048  # connections that may wait to be accepted
@@ -71,8 +71,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def settings(guard: Guard, config: ServeConfig) -> uvicorn.Config:
-    """Of the server. A client is who has connected, whatever its headers say, unless $FORWARDED_ALLOW_IPS (uvicorn's
-    own) names the proxies that are believed."""
+    """Settings of uvicorn. A client is who has connected, whatever its headers say, unless $FORWARDED_ALLOW_IPS, a
+    variable of uvicorn's own, names the proxies that are believed."""
     return uvicorn.Config(
         guard,
         http=protocol(Limits(config.client_timeout, config.max_connections)),
@@ -89,8 +89,8 @@ def settings(guard: Guard, config: ServeConfig) -> uvicorn.Config:
 async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: AccessLog) -> int:
     """Start the workers, answer, and end in order: no new requests, answers finish, workers go. A second signal ends
     at once."""
-    pool, signals = Pool(config), _Signals()
-    reader: Reader | None = None
+    pool, signals = WorkerPool(config), _Signals()
+    large: LargeRequests | None = None
     try:
         starting = asyncio.ensure_future(pool.start())
         await one_of(starting, signals.first)
@@ -99,8 +99,8 @@ async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: A
             return 0
         await starting
         folder = Path(pool.ready[0].model["tokenizer"])
-        reader = Reader(config, folder)
-        app = application(Service(config, pool, open_tokenizer(folder), reader))
+        large = LargeRequests(config, folder)
+        app = application(Service(config, pool, open_tokenizer(folder), large))
         app.include_router(metrics.routes(pool))
         server = _Server(settings(Guard(app, config, keys, log), config))
         host, port = listener.getsockname()[:2]
@@ -120,8 +120,8 @@ async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: A
         return signals.status
     finally:
         await pool.close(0)
-        if reader is not None:
-            await reader.close()
+        if large is not None:
+            await large.close()
 
 
 async def one_of(*futures: asyncio.Future[Any]) -> None:

@@ -48,16 +48,18 @@ class _Unfit(Exception):
 
 @dataclass
 class Limits:
-    """Of all connections together."""
+    """Limits on all connections together."""
 
     seconds: float
     connections: int
-    arriving: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # request not whole, oldest first
+    arriving: OrderedDict[_ServerConnection, None] = field(
+        default_factory=OrderedDict
+    )  # request not whole, oldest first
 
 
 def protocol(limits: Limits) -> Any:
     """For uvicorn.Config(http=...)."""
-    return functools.partial(Connection, limits=limits)
+    return functools.partial(_ServerConnection, limits=limits)
 
 
 async def full(scope: Any, receive: Any, send: Any) -> None:
@@ -79,7 +81,7 @@ def without_upgrade(data: bytes) -> bytes:
     return UPGRADE.sub(b"", head) + blank + rest if UPGRADE.search(head) else data
 
 
-class Connection(HttpToolsProtocol):
+class _ServerConnection(HttpToolsProtocol):
     """The callbacks of uvicorn's protocol, each with its check."""
 
     def __init__(self, *arguments: Any, limits: Limits, **named: Any) -> None:
@@ -192,7 +194,7 @@ class Connection(HttpToolsProtocol):
             return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
             body = error_body(status, message, None)
-            headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
+            headers = {"Content-Type": "application/json", "Content-Length": len(body), "_ServerConnection": "close"}
             lines = [f"{name}: {value}" for name, value in {**headers, **SECURITY_HEADERS}.items()]
             phrase = HTTPStatus(status).phrase
             self.transport.write("\r\n".join([f"HTTP/1.1 {status} {phrase}", *lines, "", ""]).encode() + body)

@@ -1,4 +1,4 @@
-"""What the server counts: requests, seconds, tokens."""
+"""Counters of the server: requests, seconds, tokens. Plain numbers, changed in the event loop only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from ascendchat.serve.messages import Part
+from ascendchat.serve.worker_messages import Chunk
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 
@@ -17,7 +17,7 @@ GAPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2
 
 
 class _Histogram:
-    """How often a value fell between two bounds."""
+    """Counts of values between bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -49,8 +49,8 @@ NUMBERS = _Numbers()
 
 
 @dataclass
-class Tally:
-    """What one HTTP request has cost so far, for its line in the access log."""
+class RequestTally:
+    """Tokens of one HTTP request so far, for its line in the access log."""
 
     prompt: int = 0
     completion: int = 0
@@ -58,21 +58,21 @@ class Tally:
     text: list[str] | None = field(default=None)  # of the answer, kept when messages are logged
 
 
-TALLY: ContextVar[Tally | None] = ContextVar("tally", default=None)  # of the request that is being answered
+TALLY: ContextVar[RequestTally | None] = ContextVar("tally", default=None)  # of the request that is being answered
 
 
 class Meter:
     """Counts one answer while it comes."""
 
     def __init__(self, prompt_tokens: int) -> None:
-        self.tally = TALLY.get() or Tally()
+        self.tally = TALLY.get() or RequestTally()
         self.since, self.last, self.cached = time.monotonic(), 0.0, 0
         NUMBERS.prompt += prompt_tokens
         self.tally.prompt += prompt_tokens
 
-    def part(self, part: Part) -> None:
+    def chunk(self, chunk: Chunk) -> None:
         """Its tokens have come now; the gap of tokens that come together is their share of the time since the last."""
-        now, count = time.monotonic(), len(part.ids)
+        now, count = time.monotonic(), len(chunk.ids)
         if count:
             if self.last:
                 NUMBERS.gap.observe((now - self.last) / count, count)
@@ -81,11 +81,11 @@ class Meter:
             self.last = now
         NUMBERS.generated += count
         self.tally.completion += count
-        NUMBERS.cached += part.cached_tokens - self.cached
-        self.tally.cached += part.cached_tokens - self.cached
-        self.cached = part.cached_tokens
+        NUMBERS.cached += chunk.cached_tokens - self.cached
+        self.tally.cached += chunk.cached_tokens - self.cached
+        self.cached = chunk.cached_tokens
         if self.tally.text is not None:
-            self.tally.text += [piece.text for piece in part.pieces]
+            self.tally.text += [piece.text for piece in chunk.pieces]
 
 
 def request(route: str, status: int, seconds: float) -> None:

@@ -1,6 +1,6 @@
-"""What a client hears when something is wrong: OpenAI's envelope, for every status.
+"""Errors of the API in OpenAI's envelope, for every status.
 
-    raise Problem(404, "there is no such model", code="model_not_found", param="model")
+    raise ApiError(404, "there is no such model", code="model_not_found", param="model")
     install(app)                     # every exception becomes {"error": {"message", "type", "param", "code"}}
 
 No stack trace reaches a client; an error of ours is answered with 500, and uvicorn logs it.
@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from ascendchat.serve.pool import Failure, Overloaded
+from ascendchat.serve.pool import AnswerFailed, Overloaded
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 KINDS = {
@@ -38,7 +38,7 @@ LIMITS = {
 SHOWN = 80  # characters of a wrong value that are repeated to the client
 
 
-class Problem(Exception):
+class ApiError(Exception):
     """A request that is answered with an error; `param` names the field that is to blame."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Problem(Exception):
         return {"error": error}
 
     def __reduce__(self) -> Any:  # it comes from the process that reads large requests, too
-        return _problem, (self.status, self.message, self.param, self.code, self.headers)
+        return _api_error, (self.status, self.message, self.param, self.code, self.headers)
 
     def response(self) -> Response:
         """The whole answer; ASCII escapes, since a wrong value may hold what is no text."""
@@ -69,13 +69,13 @@ class Problem(Exception):
         return Response(content, self.status, self.headers, media_type="application/json")
 
     @classmethod
-    def busy(cls, reason: str, retry_after: int, code: str = "overloaded") -> Problem:
+    def busy(cls, reason: str, retry_after: int, code: str = "overloaded") -> ApiError:
         """Not now: the client may try again after so many seconds."""
         return cls(503, reason, code=code, headers={"Retry-After": str(retry_after)})
 
     @classmethod
-    def of(cls, error: Failure | Overloaded) -> Problem:
-        """What the pool could not do."""
+    def of(cls, error: AnswerFailed | Overloaded) -> ApiError:
+        """The answer to what the pool could not do."""
         if isinstance(error, Overloaded):
             return cls.busy(str(error), error.retry_after)
         if error.refused:
@@ -83,8 +83,8 @@ class Problem(Exception):
         return cls.busy(str(error), error.retry_after, "not_finished")
 
 
-def _problem(status: int, message: str, *rest: Any) -> Problem:
-    return Problem(status, message, **dict(zip(("param", "code", "headers"), rest)))
+def _api_error(status: int, message: str, *rest: Any) -> ApiError:
+    return ApiError(status, message, **dict(zip(("param", "code", "headers"), rest)))
 
 
 ENVELOPE = {
@@ -126,8 +126,8 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def install(app: FastAPI) -> None:
     """Answer every exception of the application in the envelope."""
 
-    @app.exception_handler(Problem)
-    async def problem(request: Request, error: Problem) -> Response:
+    @app.exception_handler(ApiError)
+    async def problem(request: Request, error: ApiError) -> Response:
         return error.response()
 
     @app.exception_handler(RequestValidationError)
@@ -140,14 +140,14 @@ def install(app: FastAPI) -> None:
         known = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} has no {request.method}"}
         message = known.get(error.status_code, str(error.detail))
         headers = dict(error.headers) if error.headers else None
-        return Problem(error.status_code, message, headers=headers).response()
+        return ApiError(error.status_code, message, headers=headers).response()
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        return Problem(500, "the server made a mistake; its log says more").response()
+        return ApiError(500, "the server made a mistake; its log says more").response()
 
 
-def explained(errors: Sequence[Any], body: Any) -> Problem:
+def explained(errors: Sequence[Any], body: Any) -> ApiError:
     """The error that is nearest to what the client meant. Of a field that may hold several kinds of value pydantic
     reports each kind: best is one whose kind fits and that is only too long, too small and so on; else the deepest."""
     places = [place(error["loc"], body, error["type"]) for error in errors]
@@ -161,27 +161,27 @@ def explained(errors: Sequence[Any], body: Any) -> Problem:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "value_error":  # of a rule in protocol.py: it begins with the field's name
         message = error["msg"].partition(", ")[2]
-        return Problem(400, message, param=message.split()[0].rstrip(":"), code="invalid_value")
+        return ApiError(400, message, param=message.split()[0].rstrip(":"), code="invalid_value")
     if not path:
-        return Problem(400, f"the body must be a JSON object (Content-Type: application/json): {error['msg']}")
+        return ApiError(400, f"the body must be a JSON object (Content-Type: application/json): {error['msg']}")
     if kind == "extra_forbidden":
-        return Problem(400, f"unknown field: {name}", param=name, code="unknown_parameter")
+        return ApiError(400, f"unknown field: {name}", param=name, code="unknown_parameter")
     if kind == "none_required":
-        return Problem(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+        return ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
     tag = str(context.get("discriminator", "")).strip("'")  # the field that says which kind of object it is
     name = f"{name}.{tag}" if tag else name
     if kind in ("missing", "union_tag_not_found"):
-        return Problem(400, f"{name} is missing", param=name, code="missing_required_parameter")
+        return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
     if kind == "union_tag_invalid":
         value, wanted = error["input"][tag], f"one of {context['expected_tags']}"
     else:
         same = [e for e, where in zip(errors, places) if where == path and (e["type"] in LIMITS) == (kind in LIMITS)]
         value, wanted = error["input"], alternatives([expected(e) for e in same])
-    return Problem(400, f"{name}: expected {wanted}, found {shown(value)}", param=name, code="invalid_value")
+    return ApiError(400, f"{name}: expected {wanted}, found {shown(value)}", param=name, code="invalid_value")
 
 
 def expected(error: Any) -> str:
-    """What a value should be, in the words of JSON."""
+    """The kind of value that was expected, in the words of JSON."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in LIMITS:
         whole = {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in context.items()}
@@ -232,6 +232,6 @@ def written(path: Sequence[Any]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{cut(step)}" for step in path).lstrip(".")
 
 
-def error_event(problem: Problem) -> bytes:
+def error_event(problem: ApiError) -> bytes:
     """Inside a stream."""
     return b"data: " + json.dumps(problem.body).encode() + b"\n\n"

@@ -1,4 +1,4 @@
-"""What every request passes on its way to the application (app.py), and every answer on its way back.
+"""The middleware around the application (app.py): keys, hosts, rates, limits, the access log.
 
     Guard(app, config, keys, AccessLog(config.access_log))    # an ASGI application around another
 
@@ -41,7 +41,9 @@ Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None
 OPEN = re.compile(r"/|/web/[^/]+|/health(/live|/ready)?")  # the page and health need no key; all else does
 READING = {"GET", "HEAD", "OPTIONS"}  # change nothing: a page elsewhere may send them, and cannot read the answer
 UPLOAD = "/update_weights"
-OWNER = "ascendchat.owner"  # in the scope of a request: the short name of its API key
+# In the scope of a request:
+OWNER = "ascendchat.owner"  # the short name of its API key
+BODY = "ascendchat.body"  # its body, unless weights are uploaded
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{0,1000}")
 CLIENTS = 10_000  # whose rate is remembered
@@ -117,7 +119,7 @@ class _Exchange:
         return values[0].strip()
 
     async def send(self, message: Message) -> None:
-        """What the application answers. Words of the framework about a fault of ours are held back."""
+        """Pass on what the application answers. Words of the framework about a fault of ours are held back."""
         if message["type"] == "http.response.start":
             self.fault = message["status"] >= 500 and message["status"] != 503
             if not self.fault:
@@ -159,7 +161,7 @@ class Guard:
         if scope["type"] != "http":
             return
         exchange = _Exchange(scope, send)
-        tally = counters.Tally(text=[] if self.config.log_messages else None)
+        tally = counters.RequestTally(text=[] if self.config.log_messages else None)
         counters.TALLY.set(tally)
         try:
             await self.pass_on(exchange, receive)
@@ -175,8 +177,8 @@ class Guard:
             if self.config.weight_updates and exchange.path == UPLOAD and binary:
                 await self.app(exchange.scope, receive, exchange.send)  # it may be gigabytes: weights.py counts them
             else:
-                exchange.body = await self.read(exchange, receive)
-                await self.app(exchange.scope, replay(exchange.body, receive), exchange.send)
+                exchange.body = exchange.scope[BODY] = await self.read(exchange, receive)
+                await self.app(exchange.scope, receive, exchange.send)  # whose next message is the disconnect
             if exchange.fault:
                 raise RuntimeError("the application answered with a fault of its own")
         except _Refusal as refusal:
@@ -190,7 +192,7 @@ class Guard:
             await exchange.refuse(_Refusal(503, f"the server failed to answer; its log has more under {exchange.id}"))
 
     async def admit(self, exchange: _Exchange) -> bool:
-        """Whether the application shall answer; a preflight is answered here."""
+        """True if the application shall answer; a preflight is answered here."""
         host, origin = exchange.header("host"), exchange.header("origin")
         if not host:
             raise _Refusal(400, "the header Host is missing")
@@ -257,7 +259,7 @@ class Guard:
             if not message.get("more_body"):
                 return b"".join(parts)
 
-    def note(self, exchange: _Exchange, tally: counters.Tally) -> None:
+    def note(self, exchange: _Exchange, tally: counters.RequestTally) -> None:
         """Count it and write it down."""
         status, seconds = exchange.status or GONE, time.monotonic() - exchange.began
         counters.request(str(getattr(exchange.scope.get("route"), "path", "other")), status, seconds)
@@ -280,20 +282,6 @@ class Guard:
         )
 
 
-def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives this body first; what follows is the client's disconnect."""
-    given = False
-
-    async def next_message() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return next_message
-
-
 def network(scope: MutableMapping[str, Any]) -> str:
     """The client's address; of IPv6 the network, since every client has a whole one to itself."""
     client = str((scope.get("client") or ("",))[0])
@@ -309,7 +297,7 @@ def network(scope: MutableMapping[str, Any]) -> str:
 # Keys come from a file or the environment, never from the command line, which every user of the machine can read.
 
 VARIABLE = "ASCENDCHAT_API_KEYS"
-SHORTEST = 16  # characters of a key: shorter ones can be guessed, also from their digest in the access log
+MIN_KEY = 16  # characters of a key: shorter ones can be guessed, also from their digest in the access log
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 
 
@@ -357,9 +345,9 @@ def load_keys(config: ServeConfig) -> Keys:
 
 def checked(keys: list[str], source: str) -> Keys:
     keys = [key.strip() for key in keys if key.strip()]
-    if any(len(key) < SHORTEST or not key.isascii() or not key.isprintable() or " " in key for key in keys):
+    if any(len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise UserError(
-            f"a key in {source} is unfit: keys have at least {SHORTEST} characters, ASCII and without spaces, "
+            f"a key in {source} is unfit: keys have at least {MIN_KEY} characters, ASCII and without spaces, "
             f"such as {secrets.token_urlsafe(32)}"
         )
     return Keys(keys)

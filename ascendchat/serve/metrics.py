@@ -1,7 +1,7 @@
-"""What the server counts, and GET /metrics in Prometheus' format.
+"""GET /metrics in Prometheus' format: the numbers of counters.py; and GET /health.
 
-    metrics.Meter(prompt_tokens)      # one answer of the pool: give it every Part
-    metrics.request(route, status, seconds)
+    counters.Meter(prompt_tokens)     # one answer of the pool: give it every Chunk
+    counters.request(route, status, seconds)
     app.include_router(metrics.routes(pool))
 
 The numbers are plain Python ones, changed in the event loop only, so that a token costs no lock; they take the form of
@@ -21,13 +21,13 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from ascendchat.serve.counters import NUMBERS
 
 if TYPE_CHECKING:
-    from ascendchat.serve.pool import Pool
+    from ascendchat.serve.pool import WorkerPool
 
 
 class _Families:
     """The collector: NUMBERS and the state of the pool, read when asked."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
 
     def collect(self) -> Iterator[Metric]:
@@ -52,7 +52,7 @@ class _Families:
         ):
             yield CounterMetricFamily(f"ascendchat_{name}", meaning, count)
         for name, meaning, value in (
-            ("requests_running", "answers under way", sum(len(process.tickets) for process in self.pool.processes)),
+            ("requests_running", "answers under way", sum(len(process.requests) for process in self.pool.processes)),
             ("requests_waiting", "requests that wait for a slot", len(self.pool.waiting)),
             ("workers_ready", "workers that answer", len(self.pool.ready)),
             ("weight_version", "version of the weights", self.pool.version),
@@ -63,7 +63,7 @@ class _Families:
         return sum(process.restarts for process in self.pool.processes)
 
 
-def routes(pool: Pool) -> APIRouter:
+def routes(pool: WorkerPool) -> APIRouter:
     """GET /metrics, and GET /health for load balancers and orchestrators."""
     router = APIRouter()
     registry = CollectorRegistry()

@@ -1,7 +1,7 @@
 """The workers of a server and who answers what: started, fed, watched and restarted from the server's event loop.
 
-    pool = Pool(config); await pool.start()                # one worker process per device (worker.py)
-    ticket = pool.submit(request, streams=True)            # pool.py; Overloaded, when too many wait already
+    pool = WorkerPool(config); await pool.start()                # one worker process per device (worker.py)
+    request = pool.submit(request, streams=True)            # pool.py; Overloaded, when too many wait already
     await pool.pause("keep"); await pool.load(path, 7); await pool.resume()      # other weights, everywhere or nowhere
     await pool.close(drain=30)                             # running answers may finish
 
@@ -33,17 +33,17 @@ from ascendchat.errors import UserError
 from ascendchat.processes import ChildProcess, how_ended
 from ascendchat.remote.routing import Candidate, blocks_of, choose, remember
 from ascendchat.serve import counters
-from ascendchat.serve.messages import (
+from ascendchat.serve.worker_messages import (
     LENGTH,
-    Ask,
     Begun,
     Cancel,
     Change,
-    Check,
+    CheckWeights,
+    Chunk,
     Done,
-    Load,
+    Generate,
+    LoadWeights,
     Open,
-    Part,
     Pause,
     PauseMode,
     Ready,
@@ -58,24 +58,24 @@ from ascendchat.serve.messages import (
 
 PATIENCE = 300.0  # seconds without a word from a worker that has work, after which it counts as hanging
 FIRST_TIME = 4  # times as many until it has answered something: it opens the model, compiles, records graphs
-LONGEST_PAUSE = 30.0  # seconds between two attempts to start a worker that dies before it has answered anything
+MAX_PAUSE = 30.0  # seconds between two attempts to start a worker that dies before it has answered anything
 
 
 def say(text: str) -> None:
-    """To who runs the server."""
+    """Print a line for whoever runs the server."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Process:
     """A worker as the pool sees it. When its process dies, it gets another."""
 
-    def __init__(self, pool: Pool, index: int) -> None:
+    def __init__(self, pool: WorkerPool, index: int) -> None:
         self.pool, self.index = pool, index
         self.child: Child | None = None
         self.ready: Ready | None = None  # None while it starts
-        self.loaded: Load | None = None  # what it answers with; None: what it has opened
+        self.loaded: LoadWeights | None = None  # what it answers with; None: what it has opened
         self.checksum = ""
-        self.tickets: dict[int, Ticket] = {}
+        self.requests: dict[int, PendingRequest] = {}
         self.blocks: OrderedDict[int, None] = OrderedDict()  # of prompts it has read, oldest first
         self.changes: dict[int, asyncio.Future[Done]] = {}  # not yet done
         self.restarts = 0
@@ -115,7 +115,7 @@ class Process:
         self.heard = time.monotonic()
         self.pool.take(self, message)
 
-    def change(self, what: Pause | Resume | Check | Load) -> asyncio.Future[Done]:
+    def change(self, what: Pause | Resume | CheckWeights | LoadWeights) -> asyncio.Future[Done]:
         """Ask for a change of state; the future has the answer."""
         number, future = next(self.pool.keys), self.pool.loop.create_future()
         self.send(Change(number, what))
@@ -127,17 +127,17 @@ class Process:
         """Requests it can take now: a few more than it has slots, so that the next is at hand when one ends."""
         if self.ready is None or self.child is None or self.child.gone.is_set():
             return 0
-        return self.ready.slots + max(1, self.ready.slots // 8) - len(self.tickets)
+        return self.ready.slots + max(1, self.ready.slots // 8) - len(self.requests)
 
     # ---- does it hang? -------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """It must say something before long."""
-        return self.ready is None or bool(self.changes) or (bool(self.tickets) and not self.pool.held)
+        """True while it must say something before long."""
+        return self.ready is None or bool(self.changes) or (bool(self.requests) and not self.pool.held)
 
     def watch(self) -> None:
-        """Called before it gets something to do: from now on it must say something within PATIENCE."""
+        """Start the clock, before it gets something to do: it must say something within PATIENCE."""
         if self.timer is None or not self.busy:
             self.heard = time.monotonic()
         if self.timer is None:
@@ -159,10 +159,10 @@ class Process:
 
 def pause_after(early_deaths: int) -> float:
     """Seconds before a worker is started again that has died so many times without an answer in between."""
-    return min(LONGEST_PAUSE, 2.0 ** min(early_deaths - 2, 10)) if early_deaths else 0.0
+    return min(MAX_PAUSE, 2.0 ** min(early_deaths - 2, 10)) if early_deaths else 0.0
 
 
-__all__ = ["Failure", "Overloaded", "Pool", "Process", "Ticket", "joined"]
+__all__ = ["AnswerFailed", "Overloaded", "PendingRequest", "Process", "WorkerPool", "joined"]
 
 DIED = -1  # as the version in what a worker says last
 HANDING_OVER = 30.0  # seconds in which a worker must say what it has written of an answer whose time is over
@@ -180,7 +180,7 @@ class _Clock:
         return (time.monotonic() if self._stopped is None else self._stopped) - self._stood
 
     def stop(self) -> None:
-        """Nothing happens if it stands already."""
+        """Stop the clock; nothing happens if it stands already."""
         if self._stopped is None:
             self._stopped = time.monotonic()
 
@@ -190,18 +190,18 @@ class _Clock:
             self._stopped = None
 
 
-class Pool:
+class WorkerPool:
     """All workers. Everything is called from the event loop. `patience`: seconds, see PATIENCE."""
 
     def __init__(self, config: ServeConfig, patience: float = PATIENCE) -> None:
         self.config, self.patience = config, patience
         self.processes = [Process(self, index) for index in range(config.devices)]
-        self.waiting: deque[Ticket] = deque()
+        self.waiting: deque[PendingRequest] = deque()
         self.keys = itertools.count()
         self.closing = False
         self.paused: PauseMode | None = None  # by request
         self.loading = False  # weights are being replaced
-        self.last: Load | None = None  # the weights loaded last, for a worker that starts anew
+        self.last: LoadWeights | None = None  # the weights loaded last, for a worker that starts anew
         self.facts: dict[str, Any] = {}  # of them: stage, step, chats, as far as they are known
         self._clock = _Clock()  # of the time limits
         self._idle = asyncio.Event()
@@ -224,50 +224,50 @@ class Pool:
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """An error of ours ends the start; afterwards it stands in the log, as asyncio writes it."""
+        """Take note of a task's end. An error of ours ends the start; afterwards asyncio writes it into the log."""
         self._tasks.discard(task)
         if not self.started.done() and not task.cancelled() and (error := task.exception()):
             self.started.set_exception(error)
 
     @property
     def failed(self) -> bool:
-        """The start has ended without a server."""
+        """True if the start has ended without a server."""
         return self.started.done() and (self.started.cancelled() or self.started.exception() is not None)
 
     @property
     def ready(self) -> list[Ready]:
-        """What the workers that answer have said of themselves."""
+        """Ready messages of the workers that answer."""
         return [process.ready for process in self.processes if process.ready is not None]
 
     @property
     def held(self) -> bool:
-        """No request begins."""
+        """True while no request may begin."""
         return self.loading or self.paused is not None
 
     @property
-    def tickets(self) -> list[Ticket]:
-        """Of all requests, waiting and under way."""
-        return [*self.waiting, *(ticket for process in self.processes for ticket in process.tickets.values())]
+    def requests(self) -> list[PendingRequest]:
+        """All requests, waiting and under way."""
+        return [*self.waiting, *(request for process in self.processes for request in process.requests.values())]
 
     @property
     def version(self) -> int:
-        """Of the weights that answer the next request."""
+        """Version of the weights that answer the next request."""
         return self.last.version if self.last else 0
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def submit(self, request: Request, *, streams: bool) -> Ticket:
+    def submit(self, request: Request, *, streams: bool) -> PendingRequest:
         """Queue a request; Overloaded when the queue is full."""
         if self.closing:
             raise Overloaded(max(1, round(self.config.drain)), "the server is being stopped; try again later")
         if len(self.waiting) >= self.config.max_queue + sum(max(0, process.room) for process in self.processes):
             raise Overloaded(self.retry_after())
-        ticket = Ticket(next(self.keys), request, streams, self.cancel)
-        ticket.end = self._clock.now() + self.config.request_timeout
-        self._limit(ticket, min(self.config.queue_timeout, self.config.request_timeout))
-        self.waiting.append(ticket)
+        pending = PendingRequest(next(self.keys), request, streams, self.cancel)
+        pending.end = self._clock.now() + self.config.request_timeout
+        self._limit(pending, min(self.config.queue_timeout, self.config.request_timeout))
+        self.waiting.append(pending)
         self.feed()
-        return ticket
+        return pending
 
     def retry_after(self) -> int:
         """Seconds after which a slot is likely to be free."""
@@ -279,69 +279,69 @@ class Pool:
             free = [process for process in self.processes if process.room > 0]
             if not free:
                 break
-            ticket = self.waiting.popleft()
-            blocks = blocks_of(ticket.request.prompt, ticket.request.salt)
-            candidates = [Candidate(len(p.tickets), p.ready.slots, p.blocks) for p in free if p.ready]
+            request = self.waiting.popleft()
+            candidates = [Candidate(len(p.requests), p.ready.slots, p.blocks) for p in free if p.ready]
+            blocks = blocks_of(request.engine_request.prompt, request.engine_request.salt)
             process = free[choose(candidates, blocks)]
             remember(process.blocks, blocks)
-            process.send(Ask(ticket.key, ticket.request, ticket.streams))
-            ticket.worker, process.tickets[ticket.key] = process, ticket
-            ticket.attempts += 1
-        if not self.waiting and not any(process.tickets for process in self.processes):
+            process.send(Generate(request.key, request.engine_request, request.streams))
+            request.worker, process.requests[request.key] = process, request
+            request.attempts += 1
+        if not self.waiting and not any(process.requests for process in self.processes):
             self._idle.set()
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Nobody wants the rest."""
-        if not ticket.closed:
-            ticket.close()
-            self._drop(ticket)
+    def cancel(self, request: PendingRequest) -> None:
+        """Cancel: nobody wants the rest."""
+        if not request.closed:
+            request.close()
+            self._drop(request)
 
-    def fail(self, ticket: Ticket, failure: Failure) -> None:
+    def fail(self, request: PendingRequest, failure: AnswerFailed) -> None:
         """End a request and say why."""
-        if not ticket.closed:
-            ticket.give(failure)
-            self._drop(ticket)
+        if not request.closed:
+            request.give(failure)
+            self._drop(request)
 
-    def _drop(self, ticket: Ticket) -> None:
-        """A worker's slot is free when the worker has said so."""
-        if ticket.worker is not None:
-            ticket.worker.send(Cancel(ticket.key))
+    def _drop(self, request: PendingRequest) -> None:
+        """Take a request from the queue or its worker; the slot is free when the worker has said so."""
+        if request.worker is not None:
+            request.worker.send(Cancel(request.key))
         else:
-            self.waiting.remove(ticket)
+            self.waiting.remove(request)
             self.feed()
 
-    def _limit(self, ticket: Ticket, seconds: float) -> None:
+    def _limit(self, request: PendingRequest, seconds: float) -> None:
         """Give a request so many seconds for what comes next."""
-        ticket.until = self._clock.now() + seconds
-        self._wake(ticket)
+        request.until = self._clock.now() + seconds
+        self._wake(request)
 
-    def _wake(self, ticket: Ticket) -> None:
+    def _wake(self, request: PendingRequest) -> None:
         """Look at a request again when its time is over."""
-        if ticket.timer is not None:
-            ticket.timer.cancel()
-        ticket.timer = self.loop.call_later(max(0.0, ticket.until - self._clock.now()), self._timeout, ticket)
+        if request.timer is not None:
+            request.timer.cancel()
+        request.timer = self.loop.call_later(max(0.0, request.until - self._clock.now()), self._timeout, request)
 
-    def _timeout(self, ticket: Ticket) -> None:
+    def _timeout(self, request: PendingRequest) -> None:
         if self.held:
             return  # resume() looks after it
-        if ticket.first_token is not None and not ticket.stopped:
-            ticket.stopped = True
-            ticket.worker.send(Cancel(ticket.key))
-            self._limit(ticket, HANDING_OVER)
-        elif ticket.first_token is not None:
+        if request.first_token is not None and not request.stopped:
+            request.stopped = True
+            request.worker.send(Cancel(request.key))
+            self._limit(request, HANDING_OVER)
+        elif request.first_token is not None:
             reason = f"the answer took longer than {self.config.request_timeout:g} s and was ended"
-            self.fail(ticket, Failure(reason, retry_after=self.retry_after()))
+            self.fail(request, AnswerFailed(reason, retry_after=self.retry_after()))
         else:
-            reason = f"no answer could begin within {time.monotonic() - ticket.since:.0f} s; try again later"
-            self.fail(ticket, Failure(reason, retry_after=self.retry_after()))
+            reason = f"no answer could begin within {time.monotonic() - request.since:.0f} s; try again later"
+            self.fail(request, AnswerFailed(reason, retry_after=self.retry_after()))
 
     # ---- what workers say ----------------------------------------------------------------------
 
     def take(self, process: Process, message: Any) -> None:
-        """A message of a worker."""
+        """Take a message of a worker."""
         if isinstance(message, list):
-            for part in message:
-                self._deliver(process, part)
+            for chunk in message:
+                self._deliver(process, chunk)
             self.feed()
         elif isinstance(message, Done):
             future = process.changes.pop(message.number)
@@ -355,26 +355,26 @@ class Pool:
             elif not self.failed:  # the first sentence is enough
                 say(f"worker {process.index}: {message}")
 
-    def _deliver(self, process: Process, part: Begun | Part | Refused) -> None:
-        ticket = process.tickets.get(part.key)
-        if ticket is None:
+    def _deliver(self, process: Process, chunk: Begun | Chunk | Refused) -> None:
+        request = process.requests.get(chunk.key)
+        if request is None:
             return
         process.proven = True
-        if ticket.first_token is None and not isinstance(part, Refused):
-            ticket.first_token = time.monotonic()
-            if not ticket.closed:
-                self._limit(ticket, ticket.end - self._clock.now())
-        if isinstance(part, Begun):
+        if request.first_token is None and not isinstance(chunk, Refused):
+            request.first_token = time.monotonic()
+            if not request.closed:
+                self._limit(request, request.end - self._clock.now())
+        if isinstance(chunk, Begun):
             return
-        if isinstance(part, Refused) or part.finish_reason:
-            del process.tickets[part.key]
-            ticket.worker = None
-            if ticket.stopped and isinstance(part, Part) and part.finish_reason == "cancelled":
-                part = part._replace(finish_reason="timeout")
-        ticket.give(Failure(part.reason, refused=True) if isinstance(part, Refused) else part)
+        if isinstance(chunk, Refused) or chunk.finish_reason:
+            del process.requests[chunk.key]
+            request.worker = None
+            if request.stopped and isinstance(chunk, Chunk) and chunk.finish_reason == "cancelled":
+                chunk = chunk._replace(finish_reason="timeout")
+        request.give(AnswerFailed(chunk.reason, refused=True) if isinstance(chunk, Refused) else chunk)
 
     async def _enter(self, process: Process, ready: Ready) -> None:
-        """A worker has opened the model. It takes part once its weights are those of the others."""
+        """Let a worker that has opened the model take part, once its weights are those of the others."""
         first = next((other for other in self.ready), ready).model["checkpoint"]
         if self.config.checkpoint != first:  # from now on this very one, though a trainer may write newer ones
             paths = {"checkpoint": first, "tokenizer": ready.model["tokenizer"]}
@@ -401,7 +401,7 @@ class Pool:
         self.feed()
 
     async def _prepare(self) -> None:
-        """Have a process at hand."""
+        """Start a spare process, which waits without a model."""
         if self._spare is None and not self._preparing and not self.closing:
             self._preparing = True
             try:
@@ -421,20 +421,20 @@ class Pool:
         return await Child.start()
 
     def lost(self, process: Process, how: str) -> bool:
-        """A worker has died; what nobody has seen of its work is asked again. True: start it again."""
-        tickets, process.tickets, process.ready = list(process.tickets.values()), {}, None
+        """Handle the death of a worker: what nobody has seen of its work is queued again. True: start it again."""
+        requests, process.requests, process.ready = list(process.requests.values()), {}, None
         for number, future in process.changes.items():
             if not future.done():
                 future.set_result(Done(number, DIED, problem=f"worker {process.index} has died and is started again"))
         process.changes.clear()
-        for ticket in reversed(tickets):
-            again = ticket.attempts < MAX_ATTEMPTS and not self.closing and not ticket.stopped
-            if again and ticket.restart():
-                self.waiting.appendleft(ticket)
-                self._limit(ticket, self.config.queue_timeout)
+        for request in reversed(requests):
+            again = request.attempts < MAX_ATTEMPTS and not self.closing and not request.stopped
+            if again and request.restart():
+                self.waiting.appendleft(request)
+                self._limit(request, self.config.queue_timeout)
             else:
-                ticket.worker = None
-                ticket.give(Failure("the worker that wrote this answer has died; please ask again"))
+                request.worker = None
+                request.give(AnswerFailed("the worker that wrote this answer has died; please ask again"))
         if self.closing:
             self.feed()  # close() need not wait any longer if these were the last
             return False
@@ -457,7 +457,7 @@ class Pool:
         await self._change(Pause(mode))
 
     async def resume(self) -> None:
-        """Go on; also when nothing was paused."""
+        """End a pause; also when nothing was paused."""
         self.paused = None
         if not self.loading:
             await self._change(Resume())
@@ -465,30 +465,30 @@ class Pool:
                 self._go_on()
 
     def _go_on(self) -> None:
-        """Requests are answered again: the time of a pause was not theirs."""
+        """Answer requests again: the time of a pause was not theirs."""
         self._clock.start()
-        for ticket in self.tickets:
-            if not ticket.closed:
-                self._wake(ticket)
+        for request in self.requests:
+            if not request.closed:
+                self._wake(request)
         self.feed()
 
     async def load(self, source: str, version: int) -> None:
-        """Weights of a checkpoint folder or a safetensors file, for all workers or for none: with a UserError when they
-        do not fit, with a Failure when it can be tried again. Answers under way are finished first, or as `pause` has
+        """Load weights of a checkpoint folder or a safetensors file in all workers or in none: a UserError when they do
+        not fit, an AnswerFailed when it can be tried again. Answers under way are finished first, or as `pause` has
         said; the files must stay as long as these weights are used."""
         async with self._load:
-            checked = await self._change(Check(source, version))
+            checked = await self._change(CheckWeights(source, version))
             problems = sorted((done.version == DIED, done.problem) for done in checked if done.problem)
             if problems or not checked:
-                await self._change(Check(""))
+                await self._change(CheckWeights(""))
                 died, problem = problems[0] if problems else (True, "no worker is there to take them; try again")
-                raise Failure(problem) if died else UserError(problem)
+                raise AnswerFailed(problem) if died else UserError(problem)
             self.loading = True
             self._clock.stop()
             try:
                 if not self.paused:
                     await self._change(Pause("wait"))
-                self.last = load = Load(source, version)
+                self.last = load = LoadWeights(source, version)
                 takers = [process for process in self.processes if process.ready]
                 for process, done in zip(takers, await self._change(load)):
                     if not done.problem:
@@ -503,7 +503,7 @@ class Pool:
                 if not self.paused:
                     await self.resume()
 
-    async def _change(self, what: Pause | Resume | Check | Load) -> list[Done]:
+    async def _change(self, what: Pause | Resume | CheckWeights | LoadWeights) -> list[Done]:
         return list(await asyncio.gather(*[process.change(what) for process in self.processes if process.ready]))
 
     # ---- the end -------------------------------------------------------------------------------
@@ -517,8 +517,8 @@ class Pool:
         self.feed()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), drain)
-        for ticket in self.tickets:
-            self.fail(ticket, Failure("the server was stopped before the answer was finished"))
+        for request in self.requests:
+            self.fail(request, AnswerFailed("the server was stopped before the answer was finished"))
         children = [child for child in (self._spare, *(process.child for process in self.processes)) if child]
         for child in children:
             child.kill()
@@ -527,13 +527,13 @@ class Pool:
             task.cancel()
 
 
-# One request under way, as the routes see it: parts to iterate over, or the reason why there are no more.
+# One request under way, as the routes see it: chunks to iterate over, or the reason why there are no more.
 #
-# ticket = pool.submit(request, streams=True)            # or Overloaded
-# async for part in ticket: ...                          # messages.Part, the last with a finish reason; or Failure
-# ticket.cancel()                                        # the client has gone
+# request = pool.submit(request, streams=True)            # or Overloaded
+# async for chunk in request: ...                         # the last Chunk has a finish reason; or AnswerFailed
+# request.cancel()                                        # the client has gone
 
-MAX_PARTS = 64  # that lie unread before they are put together, as for a client that does not read
+MAX_CHUNKS = 64  # that lie unread before they are put together, as for a client that does not read
 
 
 class Overloaded(Exception):
@@ -544,7 +544,7 @@ class Overloaded(Exception):
         self.retry_after = retry_after
 
 
-class Failure(Exception):
+class AnswerFailed(Exception):
     """This answer cannot be finished; the text is for the client. `refused`: because of what was asked, else it is the
     server's trouble (503), and `retry_after` seconds are a good time to come again."""
 
@@ -553,16 +553,16 @@ class Failure(Exception):
         self.refused, self.retry_after = refused, retry_after
 
 
-class Ticket:
-    """One request: iterate over its parts. The pool's side is `give`, `restart` and `close`."""
+class PendingRequest:
+    """One request: iterate over its chunks. The pool's side is `give`, `restart` and `close`."""
 
-    def __init__(self, key: int, request: Request, streams: bool, cancel: Callable[[Ticket], None]) -> None:
-        self.key, self.request, self.streams = key, request, streams
+    def __init__(self, key: int, request: Request, streams: bool, cancel: Callable[[PendingRequest], None]) -> None:
+        self.key, self.engine_request, self.streams = key, request, streams
         self.worker: Any = None  # the pool's Process that answers; None while the request waits
         self.attempts = 0  # workers it was given to
         self.begun = False  # something was given to the client
-        self.stopped = False  # its time is over: the next part is the last
-        self.over = False  # the client has the last part, or wants no more
+        self.stopped = False  # its time is over: the next chunk is the last
+        self.over = False  # the client has the last chunk, or wants no more
         self.closed = False  # nothing more will come
         self.since = time.monotonic()
         self.meter = counters.Meter(len(request.prompt))
@@ -570,48 +570,48 @@ class Ticket:
         self.end = self.until = math.inf  # of the answer, and of what comes next, by the clock of the pool
         self.timer: asyncio.TimerHandle | None = None  # of the pool
         self._cancel = cancel
-        self._parts: deque[Part | Failure] = deque()
+        self._chunks: deque[Chunk | AnswerFailed] = deque()
         self._arrived = asyncio.Event()
 
-    def __aiter__(self) -> Ticket:
+    def __aiter__(self) -> PendingRequest:
         return self
 
-    async def __anext__(self) -> Part:
-        while not self._parts:
+    async def __anext__(self) -> Chunk:
+        while not self._chunks:
             if self.over or self.closed:
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
         self.begun = True
-        whole = list(itertools.takewhile(lambda part: isinstance(part, Part), self._parts))
+        whole = list(itertools.takewhile(lambda chunk: isinstance(chunk, Chunk), self._chunks))
         if not whole:
-            failure = self._parts.popleft()
+            failure = self._chunks.popleft()
             self.over = True
             raise failure  # type: ignore[misc]
         for _ in whole:
-            self._parts.popleft()
-        part = joined(whole)  # type: ignore[arg-type]
-        self.over = bool(part.finish_reason)
-        return part
+            self._chunks.popleft()
+        chunk = joined(whole)  # type: ignore[arg-type]
+        self.over = bool(chunk.finish_reason)
+        return chunk
 
     def cancel(self) -> None:
-        """Nobody wants the rest."""
+        """Cancel: nobody wants the rest."""
         self.over = True
-        self._parts.clear()
+        self._chunks.clear()
         self._cancel(self)
 
     # ---- the pool's side -----------------------------------------------------------------------
 
-    def give(self, part: Part | Failure) -> None:
-        """The next part; after the last one, or a failure, nothing is taken any more."""
+    def give(self, chunk: Chunk | AnswerFailed) -> None:
+        """Add the next chunk; after the last one, or a failure, nothing is taken any more."""
         if self.closed:
             return
-        if isinstance(part, Part):
-            self.meter.part(part)
-        if len(self._parts) >= MAX_PARTS:
-            self._parts = deque([joined(self._parts)])  # type: ignore[arg-type]  # a failure would have closed it
-        self._parts.append(part)
-        if isinstance(part, Failure) or part.finish_reason:
+        if isinstance(chunk, Chunk):
+            self.meter.chunk(chunk)
+        if len(self._chunks) >= MAX_CHUNKS:
+            self._chunks = deque([joined(self._chunks)])  # type: ignore[arg-type]  # a failure would have closed it
+        self._chunks.append(chunk)
+        if isinstance(chunk, AnswerFailed) or chunk.finish_reason:
             self.close()
         self._arrived.set()
 
@@ -619,7 +619,7 @@ class Ticket:
         """Forget what has come, for another worker to begin anew; False when the client has seen some of it."""
         if self.begun or self.closed:
             return False
-        self._parts.clear()
+        self._chunks.clear()
         self.worker = self.first_token = None
         return True
 
@@ -631,33 +631,33 @@ class Ticket:
         self._arrived.set()
 
 
-def joined(parts: Iterable[Part]) -> Part:
-    """Several parts of one answer as one."""
-    parts = list(parts)
-    if len(parts) == 1:
-        return parts[0]
-    return parts[-1]._replace(
-        pieces=[piece for part in parts for piece in part.pieces],
-        ids=[token for part in parts for token in part.ids],
-        logprobs=[number for part in parts for number in part.logprobs],
-        tops=[top for part in parts for top in part.tops],
-        versions=[version for part in parts for version in part.versions],
+def joined(chunks: Iterable[Chunk]) -> Chunk:
+    """Join several chunks of one answer."""
+    chunks = list(chunks)
+    if len(chunks) == 1:
+        return chunks[0]
+    return chunks[-1]._replace(
+        pieces=[piece for chunk in chunks for piece in chunk.pieces],
+        ids=[token for chunk in chunks for token in chunk.ids],
+        logprobs=[number for chunk in chunks for number in chunk.logprobs],
+        tops=[top for chunk in chunks for top in chunk.tops],
+        versions=[version for chunk in chunks for version in chunk.versions],
     )
 
 
 # A process of the server and the socket to it, as the server's event loop sees them.
 #
-# child = await Child.start(); child.open(Open(config, 0), take); child.send(Ask(...)); await child.end()
+# child = await Child.start(); child.open(Open(config, 0), take); child.send(Generate(...)); await child.end()
 #
 # A worker (worker.py) imports torch and then waits for Open: one that is started before it is needed opens a model at
-# once. Large requests are read by another kind of process (reader.py).
+# once. Large requests are read by another kind of process (large_requests.py).
 
 ENDING = 1  # seconds that a process which has closed its socket gets to end by itself
 UNKILLABLE = 10  # seconds after which a killed process is left alone: its driver holds it
 
 
 class Child(asyncio.Protocol):
-    """One process that runs worker.py, or another module with a Link (messages.py)."""
+    """One process that runs worker.py, or another module with a FrontSocket (worker_messages.py)."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -690,7 +690,7 @@ class Child(asyncio.Protocol):
         self._take = take
 
     def send(self, message: Any) -> None:
-        """Never waits."""
+        """Send a message; never waits."""
         if not self.gone.is_set():
             self._transport.write(pack(message))
 

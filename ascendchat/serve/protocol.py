@@ -2,10 +2,12 @@
 
 What is listed here is honoured or harmless. A known field that this server cannot honour may only be null, and
 every other name is refused: a client never believes in something that did not happen. app.py names these models in
-its routes; reading.py reads them, prompts.py makes engine requests of them.
+its routes; prompts.py reads them and makes engine requests of them.
 
 The first bad entry of a list is enough (`Listed`), and an object is counted before it is looked at: a body with
 100,000 mistakes costs no more than one with a single one.
+
+Names of classes, and their docstrings, stand in /openapi.json: without the underscore of those used here only.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic.json_schema import GenerateJsonSchema
 
 MAX_CHOICES = 128  # `n`
 MAX_PROMPTS = 2048  # of one request to /v1/completions
@@ -48,15 +51,27 @@ def at_most(entries: int, name: str) -> BeforeValidator:
 Metadata = Annotated[dict[str, Label], at_most(MAX_METADATA, "metadata")]
 
 
-class Model(BaseModel):
+def public(model: type) -> str:
+    """The name of a class in /openapi.json."""
+    return model.__name__.lstrip("_")
+
+
+class PublicNames(GenerateJsonSchema):
+    """Refers to classes by their public names."""
+
+    def normalize_name(self, name: str) -> str:
+        return super().normalize_name(name.lstrip("_"))
+
+
+class _Model(BaseModel):
     """Exact: "1" is no number, 1 is no boolean, and no name goes unread."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, model_title_generator=public)
 
     @model_validator(mode="before")
     @classmethod
     def _first_unknown_field(cls, given: Any) -> Any:
-        """Of many unknown names only the first is kept, to be refused."""
+        """Keep only the first of many unknown names, to be refused."""
         if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -67,21 +82,21 @@ class Model(BaseModel):
 # ---- messages ----------------------------------------------------------------------------------
 
 
-class _TextPart(Model):
+class _TextPart(_Model):
     """Some text of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Model):
-    """What an assistant said instead of an answer."""
+class RefusalPart(_Model):
+    """A refusal: an assistant said it instead of an answer."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-class _CalculatorPart(Model):
+class _CalculatorPart(_Model):
     """A call of the built-in calculator, or its result: how an answer of this server can be sent back whole."""
 
     type: Literal["tool", "output"]
@@ -92,14 +107,14 @@ AssistantPart = Annotated[_TextPart | RefusalPart | _CalculatorPart, Field(discr
 Parts = Annotated[list[Annotated[_TextPart, Field()]], Field(min_length=1, fail_fast=True)]
 
 
-class _CalledFunction(Model):
+class _CalledFunction(_Model):
     """Name and arguments; the arguments are JSON in a string."""
 
     name: ToolName
     arguments: str
 
 
-class ToolCall(Model):
+class ToolCall(_Model):
     """A call in an earlier answer; `index` is what a streaming client leaves behind."""
 
     id: Text
@@ -108,23 +123,23 @@ class ToolCall(Model):
     index: int | None = None
 
 
-class _SystemMessage(Model):
-    """Who the assistant is; the newer role `developer` is the same."""
+class _SystemMessage(_Model):
+    """Instructions for the assistant; the newer role `developer` means the same."""
 
     role: Literal["system", "developer"]
     content: str | Parts
     name: str | None = None
 
 
-class _UserMessage(Model):
-    """What a person says."""
+class _UserMessage(_Model):
+    """The words of a person."""
 
     role: Literal["user"]
     content: str | Parts
     name: str | None = None
 
 
-class AssistantMessage(Model):
+class AssistantMessage(_Model):
     """An earlier answer, as this server gave it."""
 
     role: Literal["assistant"]
@@ -138,7 +153,7 @@ class AssistantMessage(Model):
     function_call: None = None
 
 
-class ToolMessage(Model):
+class ToolMessage(_Model):
     """The result of a call."""
 
     role: Literal["tool"]
@@ -153,7 +168,7 @@ Message = Annotated[_SystemMessage | _UserMessage | AssistantMessage | ToolMessa
 # ---- tools and formats -------------------------------------------------------------------------
 
 
-class Function(Model):
+class Function(_Model):
     """A function that the client runs."""
 
     name: ToolName
@@ -162,20 +177,20 @@ class Function(Model):
     strict: bool | None = None
 
 
-class Tool(Model):
+class Tool(_Model):
     """A tool; its arguments fit the schema whether `strict` or not."""
 
     type: Literal["function"]
     function: Function
 
 
-class _ChosenFunction(Model):
+class _ChosenFunction(_Model):
     """The tool that must be called."""
 
     name: ToolName
 
 
-class ChosenTool(Model):
+class ChosenTool(_Model):
     """A call of this tool."""
 
     type: Literal["function"]
@@ -185,19 +200,19 @@ class ChosenTool(Model):
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool
 
 
-class TextFormat(Model):
+class _TextFormat(_Model):
     """No limits."""
 
     type: Literal["text"]
 
 
-class _JsonObjectFormat(Model):
+class _JsonObjectFormat(_Model):
     """Some JSON object."""
 
     type: Literal["json_object"]
 
 
-class _JsonSchema(Model):
+class _JsonSchema(_Model):
     """A schema with its name; the answer fits it whether `strict` or not."""
 
     name: ToolName
@@ -206,17 +221,17 @@ class _JsonSchema(Model):
     strict: bool | None = None
 
 
-class _JsonSchemaFormat(Model):
+class _JsonSchemaFormat(_Model):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
     json_schema: _JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | _JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[_TextFormat | _JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")]
 
 
-class _StreamOptions(Model):
+class _StreamOptions(_Model):
     """`include_usage`: a last chunk counts the tokens."""
 
     include_usage: bool | None = None
@@ -226,8 +241,8 @@ class _StreamOptions(Model):
 # ---- requests ----------------------------------------------------------------------------------
 
 
-class SamplingFields(Model):
-    """How tokens are chosen: what chat and text completions share."""
+class SamplingFields(_Model):
+    """Sampling and form of the answer: the fields that chat and text completions share."""
 
     model: str | None = Field(None, description="the served model; there is one")
     stream: bool | None = None
@@ -265,7 +280,7 @@ class SamplingFields(Model):
         return self
 
 
-class TemplateOptions(Model):
+class TemplateOptions(_Model):
     """Variables of a Hugging Face model's chat template."""
 
     enable_thinking: bool | None = None
@@ -338,7 +353,7 @@ class CompletionRequest(SamplingFields):
     suffix: None = None
 
 
-class TokenizeRequest(Model):
+class TokenizeRequest(_Model):
     """POST /tokenize: a text, or messages."""
 
     model: str | None = None
@@ -357,8 +372,138 @@ class TokenizeRequest(Model):
         return self
 
 
-class DetokenizeRequest(Model):
+class DetokenizeRequest(_Model):
     """POST /detokenize"""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+# ---- the Responses API: chat completions in another form -----------------------------------------
+# Nothing is stored: a client sends the whole conversation with every request, and `store: true`, `previous_response_id`
+# and `conversation` are refused.
+
+
+class _InputText(_Model):
+    """Some text of a message, a client's or an earlier answer's."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(_Model):
+    """A message; an earlier answer may be sent back as it came."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Listed[_InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class _InputCall(_Model):
+    """An earlier call of a tool."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: ToolName
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCallOutput(_Model):
+    """Its result."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: str
+    id: str | None = None
+    status: str | None = None
+
+
+def with_type(item: Any) -> Any:
+    """Take an item that names no type for a message."""
+    return {"type": "message", **item} if isinstance(item, dict) else item
+
+
+InputItem = Annotated[
+    InputMessage | _InputCall | InputCallOutput, Field(discriminator="type"), BeforeValidator(with_type)
+]
+
+
+class _FunctionTool(_Model):
+    """A function that the client runs."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenFunctionTool(_Model):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class _JsonObject(_Model):
+    """Some JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaText(_Model):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    name: ToolName
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _TextOptions(_Model):
+    """The form of the text."""
+
+    format: Annotated[_TextFormat | _JsonObject | JsonSchemaText, Field(discriminator="type")] | None = None
+    verbosity: None = None
+
+
+class ResponsesRequest(_Model):
+    """POST /v1/responses"""
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    text: _TextOptions | None = None
+    tools: Annotated[list[_FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    cache_salt: Salt | None = None
+    # harmless
+    metadata: Metadata | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    truncation: Literal["disabled"] | None = None
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    include: Annotated[list[str], Field(max_length=0, fail_fast=True)] | None = None
+    top_logprobs: Literal[0] | None = None
+    # not supported
+    conversation: None = None
+    max_tool_calls: None = None
+    previous_response_id: None = None
+    prompt: None = None
+    reasoning: None = None
+    stream_options: None = None

@@ -1,4 +1,4 @@
-"""Whether the grammar of a request can be used, found out beside the event loop: hostile ones take seconds.
+"""Checks the grammar of a request beside the event loop: hostile ones take seconds.
 
 await Schemas(config, tokenizer).check(grammar, owner)        # a ValueError says why not; Overloaded: too many wait
 """
@@ -22,14 +22,14 @@ MAX_CHECKS = 64  # at the same time, each in a thread that waits
 
 
 class Schemas:
-    """Of one server. Everything is called from the event loop."""
+    """The checks of one server. Everything is called from the event loop."""
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.under_way = 0
 
     async def check(self, grammar: Grammar, owner: str) -> None:
-        """As Grammars.check."""
+        """Check as Grammars.check does; Overloaded when too many wait."""
         if self.under_way >= MAX_CHECKS:
             raise Overloaded(1, "too many schemas wait to be checked; try again later")
         loop = asyncio.get_running_loop()

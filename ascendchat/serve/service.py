@@ -1,11 +1,12 @@
-"""What the routes of the server work with: the service, and what was asked of it."""
+"""The service behind the routes: a request of the API becomes requests of the pool."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request
 
@@ -13,28 +14,34 @@ from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Grammar
 from ascendchat.serve.answers import About
-from ascendchat.serve.errors import Problem
-from ascendchat.serve.messages import Ready
-from ascendchat.serve.pool import Overloaded, Pool, Ticket
-from ascendchat.serve.prompts import Asked, Model, asked_by, bad_grammar
-from ascendchat.serve.reader import Reader
-from ascendchat.serve.reading import read
+from ascendchat.serve.errors import ApiError
+from ascendchat.serve.guard import BODY, OWNER
+from ascendchat.serve.large_requests import LargeRequests
+from ascendchat.serve.pool import Overloaded, PendingRequest, WorkerPool
+from ascendchat.serve.prompts import GenerationRequest, ServedModel, bad_grammar, grammar_field, read
 from ascendchat.serve.schemas import Schemas
+from ascendchat.serve.worker_messages import Ready
 
 LARGE = 1 << 14  # bytes of a request that is read in another process
-
-
 JSON_TYPE = re.compile(r"application/(.+\+)?json")
+
+
+class _Generation(NamedTuple):
+    """An API request under way."""
+
+    wanted: GenerationRequest
+    pending: Sequence[PendingRequest]  # one per choice
+    about: About
 
 
 @dataclass
 class Service:
-    """What the routes work with."""
+    """Everything that the routes share."""
 
     config: ServeConfig
-    pool: Pool
+    pool: WorkerPool
     tokenizer: Tokenizer
-    reader: Reader
+    large_requests: LargeRequests
     created: int = field(default_factory=lambda: int(time.time()))
     about: Ready = field(init=False)  # what the first worker said of the model, also while it is started anew
 
@@ -44,7 +51,7 @@ class Service:
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return self.config.model_name or f"{self.about.model.get('run')}/{self.about.model.get('stage')}"
 
     @property
@@ -54,73 +61,62 @@ class Service:
 
     @property
     def chats(self) -> bool:
-        """Whether the model has learned to."""
+        """True if the model has learned to chat."""
         return bool(self.facts["chats"])
 
     @property
     def version(self) -> int:
-        """Of the weights that were loaded last."""
+        """Version of the weights that were loaded last."""
         return self.pool.version
 
     @property
     def fingerprint(self) -> str:
-        """Equal weights have equal fingerprints."""
-        known = (process.checksum for process in self.pool.processes if process.checksum)
-        return f"fp_{next(known, self.about.checksum)}"
+        """A fingerprint of the weights: equal ones have equal fingerprints."""
+        checksums = (process.checksum for process in self.pool.processes if process.checksum)
+        return f"fp_{next(checksums, self.about.checksum)}"
 
     @property
-    def model(self) -> Model:
-        """As a request must fit it."""
+    def model(self) -> ServedModel:
+        """The model, as far as a request must fit it."""
         most = self.config.max_queue + self.config.devices * self.about.slots
         about = self.about
-        return Model(self.config, self.tokenizer, self.name, self.chats, about.context, about.vocab, most)
+        return ServedModel(self.config, self.tokenizer, self.name, self.chats, about.context, about.vocab, most)
 
     async def read(self, request: Request) -> Any:
-        """What reading.read makes of a request; of a large one beside the event loop."""
+        """Read a request by prompts.read; a large one beside the event loop."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not JSON_TYPE.fullmatch(kind):
-            raise Problem(400, "the body must be a JSON object (Content-Type: application/json)")
-        path, content = request.scope["route"].path, await request.body()
-        return (
-            read(path, content, self.model)
-            if len(content) < LARGE
-            else await self.reader.read(path, content, self.model)
-        )
+            raise ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
+        path, content = request.scope["route"].path, request.scope[BODY]
+        if len(content) < LARGE:
+            return read(path, content, self.model)
+        return await self.large_requests.read(path, content, self.model)
 
-    async def submit(self, asked: Asked, owner: str) -> list[Ticket]:
-        """Queue all of a request, or none of it. `owner` of its API key: nobody finds out from the prefix cache what
-        others have asked."""
-        if (grammar := asked.requests[0].sampling.grammar) is not None:
-            await self.check(grammar, asked_by(asked.calls), owner)
-        tickets: list[Ticket] = []
+    async def generate(self, request: Request) -> _Generation:
+        """Queue all choices of a request, or none. Prompts of different API keys share nothing in the prefix cache:
+        nobody finds out from it what others have asked."""
+        wanted: GenerationRequest = await self.read(request)
+        owner = str(request.scope.get(OWNER, ""))  # of the API key, as Guard has found it; "" where there are no keys
+        if (grammar := wanted.requests[0].sampling.grammar) is not None:
+            await self.check(grammar, grammar_field(wanted.calls), owner)
+        version = self.version
+        about = About(self.name, self.fingerprint, version, self.tokenizer)
+        pending: list[PendingRequest] = []
         try:
-            for request in asked.requests:
-                request = replace(request, salt=f"{owner} {request.salt}")
-                tickets.append(self.pool.submit(request, streams=asked.streams))
+            for one in wanted.requests:
+                one = replace(one, salt=f"{owner} {one.salt}")
+                pending.append(self.pool.submit(one, streams=wanted.streams))
         except Overloaded as error:
-            for ticket in tickets:
-                ticket.cancel()
-            raise Problem.of(error) from None
-        return tickets
+            for earlier in pending:
+                earlier.cancel()
+            raise ApiError.of(error) from None
+        return _Generation(wanted, pending, about)
 
     async def check(self, grammar: Grammar, param: str, owner: str) -> None:
-        """A schema that cannot be used is refused here, and not in the queue."""
+        """Refuse a schema that cannot be used here, and not in the queue."""
         try:
             await self.schemas.check(grammar, owner)
         except ValueError as error:
             raise bad_grammar(param, str(error)) from None
         except Overloaded as error:
-            raise Problem.of(error) from None
-
-    def answer_about(self, asked: Asked) -> About:
-        """What every chunk of the answer says."""
-        return About(
-            self.name,
-            self.fingerprint,
-            self.version,
-            self.tokenizer,
-            asked.n,
-            include_usage=asked.include_usage,
-            token_ids=asked.token_ids,
-            as_ids=asked.as_ids,
-        )
+            raise ApiError.of(error) from None

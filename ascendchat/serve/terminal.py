@@ -77,7 +77,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Only the system message stays."""
+        """Forget the conversation but for the system message."""
         self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
 
     def request(self, text: str) -> Request:
@@ -121,7 +121,7 @@ class Chat:
         return text
 
     def command(self, line: str) -> None:
-        """A line that begins with a slash."""
+        """Run a command: a line that begins with a slash."""
         name, _, value = line.partition(" ")
         value = value.strip()
         if name == "/reset":
@@ -137,7 +137,7 @@ class Chat:
             say(f"there is no command {name}\n{HELP}")
 
     def set_temperature(self, value: str) -> None:
-        """Between 0 and 10."""
+        """Set the temperature, between 0 and 10."""
         try:
             number = float(value)
         except ValueError:
@@ -148,7 +148,7 @@ class Chat:
         return say(f"temperature {number}")
 
     def save(self, value: str) -> None:
-        """The conversation as JSON, in the format that `ascendchat sft` reads."""
+        """Save the conversation as JSON, in the format that `ascendchat sft` reads."""
         if not value:
             return say("name a file: /save talk.json")
         try:
@@ -161,12 +161,12 @@ class Chat:
 
 
 def say(text: str) -> None:
-    """Everything that is not the model's words."""
+    """Print what are not the model's words, to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines from the keyboard until Ctrl-D; Ctrl-C at the prompt clears the line."""
+    """Yield lines from the keyboard until Ctrl-D; Ctrl-C at the prompt clears the line."""
     if "UTF-8" not in locale.setlocale(locale.LC_CTYPE).upper():  # line editing takes bytes of 你 for key commands then
         with contextlib.suppress(locale.Error):
             locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
@@ -184,13 +184,13 @@ def typed_lines() -> Iterator[str]:
 
 
 def piped_lines() -> Iterator[str]:
-    """Lines of standard input."""
+    """Yield the lines of standard input."""
     for line in sys.stdin:
         yield line.rstrip("\r\n")
 
 
 def run(config: ChatConfig) -> int:
-    """The command."""
+    """Run `ascendchat chat`."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):  # Chinese whatever the locale says
             stream.reconfigure(encoding="utf-8", errors="replace")
@@ -199,7 +199,7 @@ def run(config: ChatConfig) -> int:
 
 
 def talk(config: ChatConfig, here: Context) -> int:
-    """One answer, or a conversation until its end."""
+    """Print one answer, or talk until the end."""
     opened = open_for_generation(here, config, config.stage)
     folder = opened.source.folder
     if config.verbose:

@@ -33,21 +33,21 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 
 def native(function: Function) -> bool:
-    """Whether a tool is the calculator that our models know."""
+    """True if a tool is the calculator that our models know."""
     schema = function.parameters or {}
-    known = (schema.get("properties") or {}).get("expression")
+    expression = (schema.get("properties") or {}).get("expression")
     return (
         function.name == CALCULATOR
         and list(schema.get("properties") or {}) == ["expression"]
-        and isinstance(known, dict)
-        and known.get("type") == "string"
-        and set(known) <= {"type", "description", "title"}
+        and isinstance(expression, dict)
+        and expression.get("type") == "string"
+        and set(expression) <= {"type", "description", "title"}
     )
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Those that may be called in this answer."""
+    """The tools that may be called in this answer."""
 
     functions: Sequence[Function]
     must: bool  # call one
@@ -55,7 +55,7 @@ class Tools:
 
     @classmethod
     def of(cls, tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Tools | None:
-        """None where the answer is to be text."""
+        """The tools of a request; None where the answer is to be text."""
         if not tools or choice == "none":
             return None
         functions = [tool.function for tool in tools]
@@ -65,7 +65,7 @@ class Tools:
         return cls(functions, choice not in (None, "auto"), parallel is not False and not named)
 
     def grammar(self, tokenizer: Tokenizer, text: Grammar | None) -> Grammar:
-        """Of an answer: calls, or text (any, or what `text` allows) and perhaps calls behind it."""
+        """The grammar of an answer: calls, or text (any, or what `text` allows) and perhaps calls behind it."""
         start, end = (f"<[{tokenizer.specials[name]}]>" for name in ("<|tool_start|>", "<|tool_end|>"))
         calls = "call+" if self.several else "call"
         if self.must:
@@ -90,13 +90,13 @@ class Tools:
         return Grammar("lark", "\n".join(rules) + "\n")
 
     def described(self) -> str:
-        """For the system message, short, since it costs context; the calculator needs no words."""
+        """Describe the tools for the system message: short, since it costs context; the calculator needs no words."""
         lines = [signature(function) for function in self.functions if not native(function)]
         return "\n".join(["Tools:", *lines]) if lines else ""
 
 
 def inline(schema: dict[str, Any]) -> str:
-    """A schema inside a Lark grammar, read as one that stands alone is."""
+    """Write a schema into a Lark grammar, to be read as one that stands alone."""
     return with_moved_borders(json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
 
 
@@ -115,7 +115,7 @@ def signature(function: Function) -> str:
 
 
 def text_grammar(form: ResponseFormat | None) -> Grammar | None:
-    """Of `response_format`."""
+    """The grammar of `response_format`."""
     if form is None or form.type == "text":
         return None
     return (
@@ -127,7 +127,7 @@ def text_grammar(form: ResponseFormat | None) -> Grammar | None:
 
 
 def call_text(call: ToolCall) -> str:
-    """An earlier call in the model's form."""
+    """Write an earlier call in the model's form."""
     name, given = call.function.name, call.function.arguments
     try:
         arguments = json.loads(given or "{}")
@@ -141,7 +141,7 @@ def call_text(call: ToolCall) -> str:
 
 
 class CallDelta(NamedTuple):
-    """What is new of call number `call`; the first one of a call has its id and name."""
+    """An addition to call number `call`; the first one of a call has its id and name."""
 
     call: int
     arguments: str
@@ -150,7 +150,7 @@ class CallDelta(NamedTuple):
 
     @property
     def json(self) -> dict[str, Any]:
-        """As OpenAI streams it."""
+        """The form in which OpenAI streams it."""
         if self.id:
             function = {"name": self.name, "arguments": self.arguments}
             return {"index": self.call, "id": self.id, "type": "function", "function": function}
@@ -171,7 +171,7 @@ class CallReader:
         self._native = False
 
     def feed(self, ids: Sequence[int], over: bool = False) -> list[CallDelta]:
-        """What these tokens add; `over`: nothing comes behind them."""
+        """Add tokens; the deltas that they bring. `over`: nothing comes behind them."""
         deltas: list[CallDelta] = []
         for token in ids:
             if token < len(self.tokens):
@@ -193,8 +193,8 @@ class CallReader:
             return []
         if not self._held.startswith("{"):
             self._name, self._native = CALCULATOR, True
-        elif found := OPENING.match(self._held):
-            self._name, self._held = found[1], self._held[found.end() :]
+        elif match := OPENING.match(self._held):
+            self._name, self._held = match[1], self._held[match.end() :]
         else:
             return []
         self.count += 1

@@ -12,6 +12,7 @@ files of its own (links where it can) of the weights it uses, so that a worker t
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import tempfile
@@ -23,8 +24,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from ascendchat.errors import UserError
-from ascendchat.serve.errors import Problem
-from ascendchat.serve.pool import Failure, Pool
+from ascendchat.serve.errors import ApiError
+from ascendchat.serve.guard import BODY
+from ascendchat.serve.pool import AnswerFailed, WorkerPool
 
 if TYPE_CHECKING:  # app.py includes these routes
     from ascendchat.serve.service import Service
@@ -68,17 +70,18 @@ def routes(service: Service) -> APIRouter:
         except UserError as error:
             store.drop(source)
             return refusal(str(error))
-        except Failure as failure:
+        except AnswerFailed as failure:
             store.drop(source)
-            return Problem.of(failure).response()
+            return ApiError.of(failure).response()
         store.keep(source)
         return JSONResponse({"status": "loaded", **state(pool)})
 
     return router
 
 
-def state(pool: Pool) -> dict[str, Any]:
-    """Which weights answer. The checksum is that of all workers; a worker that starts anew has none yet."""
+def state(pool: WorkerPool) -> dict[str, Any]:
+    """The state of the weights that answer. The checksum is that of all workers; a worker that starts anew has none
+    yet."""
     workers = [
         {
             "index": process.index,
@@ -103,14 +106,14 @@ def refusal(reason: str) -> JSONResponse:
     return JSONResponse({"error": error}, 400)
 
 
-async def receive(request: Request, pool: Pool, store: _Store) -> tuple[Path, int]:
-    """Files of our own with the weights of a request, and their version."""
+async def receive(request: Request, pool: WorkerPool, store: _Store) -> tuple[Path, int]:
+    """Take the weights of a request into files of our own; these, and their version."""
     if request.headers.get("content-type", "").partition(";")[0].strip() == "application/octet-stream":
         version = version_of(request.query_params.get("version"))
         most = max([ready.parameters for ready in pool.ready], default=0) * BYTES_PER_PARAMETER + HEADER
         return await store.write(request.stream(), most), version
     try:
-        body = await request.json()
+        body = json.loads(request.scope[BODY])
         folder, version = body["folder"], version_of(body.get("version"))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
@@ -122,7 +125,7 @@ async def receive(request: Request, pool: Pool, store: _Store) -> tuple[Path, in
 
 
 def version_of(value: Any) -> int:
-    """The number of these weights."""
+    """Parse the version of weights."""
     try:
         number = int(value)
     except (TypeError, ValueError):
@@ -141,7 +144,7 @@ class _Store:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def place(self, name: str) -> Path:
-        """A path for new files, in a folder of its own."""
+        """Make a folder; a path for new files in it."""
         if self._folder is None:
             for old in Path(tempfile.gettempdir()).glob(f"{NAME}*-*"):
                 number = old.name.removeprefix(NAME).partition("-")[0]
@@ -151,7 +154,7 @@ class _Store:
         return Path(tempfile.mkdtemp(dir=self._folder.name)) / name
 
     def link(self, folder: Path) -> Path:
-        """A checkpoint that stays though the trainer deletes it."""
+        """Link a checkpoint, which then stays though the trainer deletes it."""
         mine = self.place(folder.resolve().name)
         mine.mkdir()
         try:
@@ -166,7 +169,7 @@ class _Store:
         return mine
 
     async def write(self, content: AsyncIterator[bytes], most: int) -> Path:
-        """A file with these bytes, as they come."""
+        """Write these bytes to a file as they come."""
         path, size = self.place("weights.safetensors"), 0
         try:
             with open(path, "wb") as file:
@@ -186,13 +189,13 @@ class _Store:
             shutil.rmtree(path.parent, ignore_errors=True)
 
     def keep(self, path: Path) -> None:
-        """These are in use now, and those before no more."""
+        """Keep these files, which are in use now, and drop those before."""
         self.drop(self.used)
         self.used = path
 
 
 def alive(number: int) -> bool:
-    """Whether there is such a process."""
+    """True if there is such a process."""
     try:
         os.kill(number, 0)
     except ProcessLookupError:

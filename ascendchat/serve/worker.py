@@ -24,8 +24,8 @@ from ascendchat.checkpoint import Checkpoint, Damaged, read_file, verify
 from ascendchat.config.serve import ServeConfig
 from ascendchat.config.train import STAGES
 from ascendchat.device import describe, pick
-from ascendchat.engine.cache import kept_dtype
-from ascendchat.engine.engine import Engine, Job
+from ascendchat.engine.cache import kv_cache_dtype
+from ascendchat.engine.engine import Engine, RequestState
 from ascendchat.engine.grammar import STACK, Matcher, grammars
 from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.engine.request import Weights
@@ -35,17 +35,17 @@ from ascendchat.nn.logprobs import Float32Readout
 from ascendchat.parallel.context import Context
 from ascendchat.parallel.world import World
 from ascendchat.remote.weights import checksum
-from ascendchat.serve.messages import (
-    Ask,
+from ascendchat.serve.worker_messages import (
     Begun,
     Cancel,
     Change,
-    Check,
+    CheckWeights,
+    Chunk,
     Done,
-    Link,
-    Load,
+    FrontSocket,
+    Generate,
+    LoadWeights,
     Open,
-    Part,
     Pause,
     Ready,
     Refused,
@@ -61,7 +61,7 @@ SIGN_OF_LIFE = 1.0  # seconds of work after which the front hears something, eve
 def main(fd: int) -> None:
     """Wait until the front names a device, open the model there, and answer until the front goes."""
     threading.stack_size(2 * STACK)  # of threads that compile grammars
-    link = Link(socket.socket(fileno=fd))
+    link = FrontSocket(socket.socket(fileno=fd))
     link.stay_while_front_does()
     opening: Open = link.receive()
     try:
@@ -74,7 +74,7 @@ def main(fd: int) -> None:
 
 
 def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
-    """The model on device `index` with an engine around it, and what the front must know of them."""
+    """Open the model on device `index` with an engine around it, and tell what the front must know of them."""
     device = pick(config.device_type, compiled=config.compile)
     if config.compile and not device.compiles:
         raise UserError(f"--compile: nothing is compiled on {device.chip.name}; leave it out")
@@ -88,10 +88,12 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     trained = getattr(opened.model.shape, "longest", opened.model.shape.seq_len)
     if index == 0 and (config.context or 0) > trained:
         here.say(f"--context {config.context}: the model was trained on {trained} tokens; beyond, answers get worse")
-    kept = kept_dtype(config.kv_cache_dtype, device)
-    engine = engine_for(opened, slots, config.context, compiled=config.compile, kept=kept)
-    if config.weight_updates:  # a trainer compares log-probabilities: it computes the head in float32 too
-        engine.decoder.readout = Float32Readout(device.dtype, here.place)
+    cache_dtype = kv_cache_dtype(config.kv_cache_dtype, device)
+    # a trainer compares log-probabilities: it computes the head in float32 too
+    readout = Float32Readout(device.dtype, here.place) if config.weight_updates else None
+    engine = engine_for(
+        opened, slots, config.context, compiled=config.compile, cache_dtype=cache_dtype, readout=readout
+    )
     if config.compile:
         engine.prepare(here.say)
     source = opened.source
@@ -110,31 +112,31 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
 
 
 def facts_of(saved: Checkpoint | ModelSource) -> dict[str, Any]:
-    """What clients hear of a checkpoint."""
+    """Facts of a checkpoint for clients."""
     stage = str(saved.state.get("stage", ""))
     return {"stage": stage, "step": saved.step, "chats": stage in STAGES and STAGES[stage].chats}
 
 
 def threads(cores: int, workers: int, named: bool) -> int:
-    """Of each worker on a CPU. One core is left to the front: a thread that waits for another, which has no core at the
-    moment, keeps the whole step waiting. A number that the user has named is shared out as it is."""
+    """Threads of each worker on a CPU. One core is left to the front: a thread that has no core at the moment keeps the
+    whole step waiting. A number that the user has named is shared out as it is."""
     return max(1, (cores if named else cores - 1) // workers)
 
 
 def same_model(saved: dict[str, Any] | None, own: dict[str, Any]) -> bool:
-    """Whether weights of the one shape are weights of the other. Windows of our own models follow from the length of
+    """True if weights of the one shape are weights of the other. Windows of our own models follow from the length of
     their rows; those of Hugging Face's do not."""
     length = {"seq_len": 0} if "hf" in own else {}
     return {**(saved or {}), **length} == {**own, **length}
 
 
 @dataclass
-class _Answer:
-    """One request under way, and how much of it the front has."""
+class _Running:
+    """A request in the engine, and how much of its answer the front has."""
 
-    job: Job
+    state: RequestState
     streams: bool
-    sent: int = 0
+    sent: int = 0  # ids
     begun: bool = False
 
 
@@ -142,20 +144,21 @@ class _Answer:
 class _Waiting:
     """A request that has no slot yet."""
 
-    ask: Ask
+    wanted: Generate
     matcher: Matcher | str | None = None  # what came of its grammar, or why nothing
 
 
 class Worker:
     """The loop around one engine."""
 
-    def __init__(self, link: Link, engine: Engine) -> None:
+    def __init__(self, link: FrontSocket, engine: Engine) -> None:
         self.link, self.engine = link, engine
         self.slots = len(engine.running)
         self.waiting: deque[_Waiting] = deque()
         self.compiling: dict[int, _Waiting] = {}  # whose grammars are being compiled, each in a thread
         self.compiled, self._tell = os.pipe()  # has a byte for each that is done
-        self.answers: dict[int, _Answer] = {}
+        self.ends = [link.fileno, self.compiled]
+        self.running: dict[int, _Running] = {}
         self.held = False  # nothing new enters
         self.frozen = False  # and what is under way stands still
         self.pausing: int | None = None  # number of the Pause that waits for the answers under way
@@ -163,61 +166,64 @@ class Worker:
         self.sent_at = 0.0
 
     def run(self) -> None:
-        """Until the front closes the socket."""
+        """Work until the front closes the socket."""
         while True:
             self.listen()
             self.admit()
-            self.engine.step()
+            if self.engine.prefill():
+                self.send()  # a first token need not wait for the second
+            self.engine.decode()
             self.send()
-            if self.pausing is not None and not self.answers:
+            if self.pausing is not None and not self.running:
                 self.paused()
 
     @property
     def stepping(self) -> bool:
-        return bool(self.answers or (self.waiting and not self.held)) and not self.frozen
+        return bool(self.running or (self.waiting and not self.held)) and not self.frozen
 
     def listen(self) -> None:
         """Take all that has come; wait where there is nothing to do."""
-        ends: list[Any] = [self.link, self.compiled]
-        while ready := select.select(ends, [], [], 0 if self.stepping else None)[0]:
+        while ready := select.select(self.ends, [], [], 0 if self.stepping else None)[0]:
             if self.compiled in ready:
                 os.read(self.compiled, 4096)
                 for key in [key for key, one in self.compiling.items() if one.matcher is not None]:
                     self.waiting.append(self.compiling.pop(key))
-            if self.link in ready:
+            if self.link.fileno in ready:
                 self.take(self.link.receive())
 
     def compile(self, waiting: _Waiting) -> None:
-        """A thread: a large grammar takes as long as hundreds of steps, and the compiler needs no lock of Python's."""
-        request = waiting.ask.request
+        """Compile a grammar, in a thread: a large one takes as long as hundreds of steps; the compiler releases the
+        GIL."""
+        request = waiting.wanted.request
         grammar = request.sampling.grammar
         assert grammar is not None
         try:
-            known = grammars(self.engine.tokenizer)
-            waiting.matcher = known.matcher(grammar, request.salt, tried=True)  # by the front
+            compiler = grammars(self.engine.tokenizer)
+            waiting.matcher = compiler.matcher(grammar, request.salt, tried=True)  # by the front
         except ValueError as error:
             waiting.matcher = str(error)
         os.write(self._tell, b".")
 
     def admit(self) -> None:
-        """Requests enter the engine when it has a slot for them, so that whatever is in it is under way."""
-        while self.waiting and not self.held and len(self.answers) < self.slots:
+        """Add requests to the engine while it has slots for them, so that whatever is in it is under way."""
+        while self.waiting and not self.held and len(self.running) < self.slots:
             first = self.waiting.popleft()
-            ask, matcher = first.ask, first.matcher
+            wanted, matcher = first.wanted, first.matcher
             try:
                 if isinstance(matcher, str):
                     raise ValueError(matcher)
-                self.answers[ask.key] = _Answer(self.engine.add(ask.request, matcher), ask.streams)
+                state = self.engine.add(wanted.request, matcher)
+                self.running[wanted.key] = _Running(state, wanted.streams)
             except ValueError as error:
-                self.link.send([Refused(ask.key, str(error))])
+                self.link.send([Refused(wanted.key, str(error))])
 
     # ---- what the front wants ------------------------------------------------------------------
 
     def take(self, message: Any) -> None:
-        if isinstance(message, Ask) and message.request.sampling.grammar is not None:
+        if isinstance(message, Generate) and message.request.sampling.grammar is not None:
             self.compiling[message.key] = waiting = _Waiting(message)
             threading.Thread(target=self.compile, args=(waiting,), daemon=True).start()
-        elif isinstance(message, Ask):
+        elif isinstance(message, Generate):
             self.waiting.append(_Waiting(message))
         elif isinstance(message, Cancel):
             self.cancel(message.key)
@@ -225,17 +231,17 @@ class Worker:
             self.change(message.number, message.what)
 
     def cancel(self, key: int) -> None:
-        if answer := self.answers.get(key):
-            self.engine.cancel(answer.job)
+        if answer := self.running.get(key):
+            self.engine.cancel(answer.state)
             self.send(now=True)
-        elif key in self.compiling or any(one.ask.key == key for one in self.waiting):
-            self.waiting = deque(one for one in self.waiting if one.ask.key != key)
+        elif key in self.compiling or any(one.wanted.key == key for one in self.waiting):
+            self.waiting = deque(one for one in self.waiting if one.wanted.key != key)
             self.compiling.pop(key, None)
-            self.link.send([Part(key, [], [], [], [], [], "cancelled")])
-        if self.pausing is not None and not self.answers:
+            self.link.send([Chunk(key, [], [], [], [], [], "cancelled")])
+        if self.pausing is not None and not self.running:
             self.paused()
 
-    def change(self, number: int, what: Pause | Resume | Check | Load) -> None:
+    def change(self, number: int, what: Pause | Resume | CheckWeights | LoadWeights) -> None:
         """Stop, go on, or take other weights."""
         fresh, model = "", None
         try:
@@ -244,13 +250,13 @@ class Worker:
                     return
             elif isinstance(what, Resume):
                 self.go_on()
-            elif isinstance(what, Check):
+            elif isinstance(what, CheckWeights):
                 self.checked = (what.source, *self.read(what.source)) if what.source else None
                 if self.checked and what.version == self.engine.version and not self.has(self.checked[1]):
                     raise ValueError(f"version {what.version} is in use with other weights; give these another number")
             else:
-                known = self.checked if self.checked and self.checked[0] == what.source else None
-                weights, model = known[1:] if known else self.read(what.source)
+                checked = self.checked if self.checked and self.checked[0] == what.source else None
+                weights, model = checked[1:] if checked else self.read(what.source)
                 self.checked = None
                 self.engine.load(weights, what.version, checked=True)
                 fresh = checksum(self.engine.decoder.model.state_dict())
@@ -261,23 +267,23 @@ class Worker:
             self.link.send(Done(number, self.engine.version, fresh, model=model))
 
     def pause(self, number: int, mode: str) -> bool:
-        """False: it waits for answers."""
+        """Pause; False: it waits for answers."""
         self.go_on()  # a pause may follow another
         self.held = True
         if mode == "keep":
             self.engine.pause("keep")
             self.frozen = True
         elif mode == "abort":
-            for answer in self.answers.values():
-                self.engine.cancel(answer.job)
+            for answer in self.running.values():
+                self.engine.cancel(answer.state)
         self.send(now=True)
-        if mode == "wait" and self.answers:
+        if mode == "wait" and self.running:
             self.pausing = number
             return False
         return True
 
     def paused(self) -> None:
-        """The Pause that waited is over."""
+        """Report that the Pause which waited is done."""
         if self.pausing is not None:
             self.link.send(Done(self.pausing, self.engine.version))
             self.pausing = None
@@ -289,12 +295,12 @@ class Worker:
         self.held = self.frozen = False
 
     def has(self, weights: Weights) -> bool:
-        """Whether the model has exactly these."""
+        """True if the model has exactly these weights."""
         own = self.engine.decoder.model.state_dict()
         return all(torch.equal(tensor.cpu(), weights[name].to(tensor.dtype)) for name, tensor in own.items())
 
     def read(self, source: str) -> tuple[Weights, dict[str, Any]]:
-        """The weights in a checkpoint folder or a safetensors file, which must fit the model, and what is said of them.
+        """Open the weights in a checkpoint folder or a safetensors file, which must fit the model, and their facts.
         They stay on disk, mapped into memory: several workers read one copy."""
         path, model = Path(source), self.engine.decoder.model
         facts: dict[str, Any] = {"stage": None, "step": None}
@@ -311,37 +317,37 @@ class Worker:
     # ---- what came out -------------------------------------------------------------------------
 
     def send(self, now: bool = False) -> None:
-        """What is new of every answer; with many of them not after every step."""
-        over = [key for key, answer in self.answers.items() if answer.job.done]
+        """Send what is new of every answer; with many of them not after every step."""
+        over = [key for key, answer in self.running.items() if answer.state.done]
         clock = time.monotonic()
-        pause = TOGETHER * max(1.0, len(self.answers) / MANY) if len(self.answers) > FEW else 0.0
+        pause = TOGETHER * max(1.0, len(self.running) / MANY) if len(self.running) > FEW else 0.0
         if not now and not over and clock - self.sent_at < pause:
             return
-        parts = [part for key, answer in self.answers.items() if (part := news(key, answer))]
+        chunks = [chunk for key, answer in self.running.items() if (chunk := news(key, answer))]
         for key in over:
-            del self.answers[key]
-        if parts or clock - self.sent_at > SIGN_OF_LIFE:
-            self.link.send(parts)
+            del self.running[key]
+        if chunks or clock - self.sent_at > SIGN_OF_LIFE:
+            self.link.send(chunks)
             self.sent_at = clock
 
 
-def news(key: int, answer: _Answer) -> Begun | Part | None:
-    """What the front does not have yet."""
-    job, whole = answer.job, answer.job.completion
-    if not job.done and not answer.streams:
+def news(key: int, answer: _Running) -> Begun | Chunk | None:
+    """The part of an answer that the front does not have yet."""
+    state, whole = answer.state, answer.state.completion
+    if not state.done and not answer.streams:
         first, answer.begun = bool(whole.ids) and not answer.begun, bool(whole.ids)
         return Begun(key) if first else None
-    if not job.done and len(whole.ids) == answer.sent:
+    if not state.done and len(whole.ids) == answer.sent:
         return None
     begin, answer.sent = answer.sent, len(whole.ids)
-    return Part(
+    return Chunk(
         key,
-        job.take(),
+        state.take(),
         whole.ids[begin:],
         whole.logprobs[begin:],
         whole.tops[begin:],
         whole.versions[begin:],
-        whole.finish_reason if job.done else "",
+        whole.finish_reason if state.done else "",
         whole.cached_tokens,
     )
 

@@ -13,7 +13,7 @@ from ascendchat.bench.decode import read_bytes, run
 from ascendchat.config import parse
 from ascendchat.config.generate import BenchDecodeConfig
 from ascendchat.device.accelerator import no_garbage_collection
-from ascendchat.engine.cache import Cache
+from ascendchat.engine.cache import KVCache
 from ascendchat.engine.engine import Engine
 from ascendchat.errors import UserError
 from ascendchat.sizes.shape import Shape
@@ -48,7 +48,7 @@ def test_impossible_sizes_are_refused_in_one_sentence(flags: list[str]) -> None:
 
 
 def test_the_cache_of_one_size_is_gone_before_that_of_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Cache]] = []
+    made: list[weakref.ref[KVCache]] = []
     alive: list[int] = []
 
     class Watched(Engine):

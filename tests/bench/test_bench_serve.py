@@ -15,7 +15,7 @@ import pytest
 from running_server import Server
 
 from ascendchat import cli
-from ascendchat.bench.http_client import Address, Lost, Reply, connect, first_key
+from ascendchat.bench.http_client import Address, ClientReply, Lost, connect, first_key
 from ascendchat.bench.serve import Asker, Sample, arrivals, measured, model_of, percentile, run, send, table
 from ascendchat.config import parse
 from ascendchat.config.serve import BenchServeConfig
@@ -308,7 +308,7 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatc
 def test_what_is_no_server_is_one_sentence(wire: bytes, said: str) -> None:
     with pytest.raises(UserError, match=said):
         against(answering(wire), model_of)
-    assert Reply(200, {}).body == b""
+    assert ClientReply(200, {}).body == b""
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 
 from ascendchat.device import Device, pick
 from ascendchat.device.cuda_attention import Flash
-from ascendchat.engine.cache import Cache
+from ascendchat.engine.cache import KVCache
 from ascendchat.engine.engine import Engine, Request, Sampling
 from ascendchat.engine.sampling import Mode
 from ascendchat.nn.attention import Attention, Reference, Sdpa
@@ -65,7 +65,7 @@ def test_random_batches_equal_the_reference(device: Device, sizes: dict[str, obj
 def test_a_cache_on_the_host_takes_memory_where_it_is_used() -> None:
     device = pick("cpu")
     before = device.memory().used
-    cache = Cache(Shape.from_depth(4, vocab=64), 8, 8192, torch.bfloat16, device.bind(0))
+    cache = KVCache(Shape.from_depth(4, vocab=64), 8, 8192, torch.bfloat16, device.bind(0))
     assert cache.bytes > 256 << 20
     assert device.memory().used - before < 16 << 20
     cache.keys[3][8, 100] = 1
@@ -83,7 +83,7 @@ def test_long_contexts_are_read_in_slices_that_grow(device: Device) -> None:
         requests = [Request([draw.randrange(model.shape.vocab) for _ in range(n)], greedy) for n in lengths]
         for request, answer in zip(requests, engine.generate(requests)):
             make.assert_greedy(model, request, answer.ids, 300)
-    assert {span for _, span, _ in engine.decoder._steps} == {128, 256, 300}
+    assert {span for _, span, _ in engine.decoder.steps} == {128, 256, 300}
 
 
 def mixed_requests(vocab: int, count: int = 8) -> list[Request]:
@@ -173,8 +173,8 @@ def test_a_row_that_is_over_is_short_again(device: Device) -> None:
     make.finish(engine, short)
     engine.step()
     assert engine.running.index(long) == 1
-    assert engine.decoder.held[0] < 3, "its prompt alone was longer"
-    assert engine.decoder.held[1] > 3
+    assert engine.decoder.host_length[0] < 3, "its prompt alone was longer"
+    assert engine.decoder.host_length[1] > 3
 
 
 def test_a_step_that_does_not_advance_changes_nothing(device: Device) -> None:
@@ -182,28 +182,28 @@ def test_a_step_that_does_not_advance_changes_nothing(device: Device) -> None:
     what was chosen, too."""
     model = make.model(13, seq_len=16)
     decoder = make.engine(model, device, Sdpa(), slots=2, context=CONTEXT).decoder
-    draw, mode, biased = random.Random(6), Mode(biased=True), Sampling(temperature=0.0, logit_bias=((0, 0.0),))
+    draw, mode, biased = random.Random(6), Mode(tables=True), Sampling(temperature=0.0, logit_bias=((0, 0.0),))
     prompts = [[draw.randrange(model.shape.vocab) for _ in range(length)] for length in (9, 20)]
     first = decoder.prefill([Request(prompt, biased) for prompt in prompts], [0, 1], mode)[0]
     rows = [[int(token)] for token in first]
     for _ in range(6):
         decoder.advance.zero_()
         with torch.no_grad():
-            tries = [decoder._extend(2, mode, decoder._read(2, CONTEXT)) for _ in range(3)]
+            tries = [decoder._finish(2, mode, *decoder._forward(2, CONTEXT)) for _ in range(3)]
             decoder.advance.fill_(1)
-            found = decoder._extend(2, mode, decoder._read(2, CONTEXT))
+            found = decoder._finish(2, mode, *decoder._forward(2, CONTEXT))
         assert all(torch.equal(found, other) for other in tries)
         for row, token in zip(rows, found[0].tolist()):
             row.append(int(token))
     assert rows == [make.greedy(model, prompt, 7, CONTEXT) for prompt in prompts]
-    assert decoder.counts is not None
-    assert decoder.counts.sum(dim=1).tolist() == [6, 6], "the last token was not read"
+    assert decoder.tables is not None
+    assert decoder.tables.counts.sum(dim=1).tolist() == [6, 6], "the last token was not read"
 
 
 @pytest.mark.parametrize("sizes", MODELS[:2], ids=["ring", "grouped"])
 def test_the_cache_is_as_large_as_the_plan_says(sizes: dict[str, object]) -> None:
     shape = make.model(**sizes).shape
-    cache = Cache(shape, 3, CONTEXT, torch.bfloat16, torch.device("cpu"))
+    cache = KVCache(shape, 3, CONTEXT, torch.bfloat16, torch.device("cpu"))
     lists = [kept for kept in vars(cache).values() if isinstance(kept, list)]
     tensors = [tensor for kept in lists for tensor in kept]
     assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)

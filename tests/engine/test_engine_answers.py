@@ -185,7 +185,7 @@ def failing(after: int, real: Any) -> Any:
 def test_an_error_leaves_no_request_of_the_caller_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, requests = saying(device, "abcdef"), [asked() for _ in range(4)]
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_extend", failing(2, engine._extend))
+        patch.setattr(engine, "decode", failing(2, engine.decode))
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.generate(requests)
     assert not engine.waiting

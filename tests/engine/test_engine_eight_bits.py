@@ -14,7 +14,7 @@ from ascendchat.device import Device, DeviceOptions, pick
 from ascendchat.device.cuda import CUDA
 from ascendchat.device.npu import NPU
 from ascendchat.engine import cache
-from ascendchat.engine.cache import EIGHT_BITS, LARGEST, Cache, Narrowed, kept_dtype, narrowed
+from ascendchat.engine.cache import EIGHT_BITS, MAX_EIGHT_BITS, KVCache, Narrowed, kv_cache_dtype, narrowed
 from ascendchat.engine.engine import Completion, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.nn.attention import Reference, Sdpa
@@ -29,10 +29,10 @@ def device() -> Device:
     return pick("cpu")
 
 
-def answers(device: Device, kept: torch.dtype | None, sizes: dict[str, Any]) -> list[list[Completion]]:
+def answers(device: Device, cache_dtype: torch.dtype | None, sizes: dict[str, Any]) -> list[list[Completion]]:
     """Of three rounds: prompts of many lengths, then prompts behind what the cache has, in other slots, too."""
     made = make.model(5, **sizes)
-    engine = make.engine(made, device, Sdpa(), context=CONTEXT, kept=kept, least_reuse=16)
+    engine = make.engine(made, device, Sdpa(), context=CONTEXT, cache_dtype=cache_dtype, min_reuse=16)
     draw, rounds = random.Random(3), []
     start = [draw.randrange(made.shape.vocab) for _ in range(90)]
     first, second, third = [(0, 5), (0, 70), (0, 20), (0, 150)], [(64, 10), (90, 3), (64, 40), (0, 30)], [(90, 30)] * 2
@@ -62,8 +62,8 @@ def test_answers_are_those_of_a_cache_that_rounds(device: Device, name: str, mon
 
 def test_such_a_cache_has_half_the_keys_and_values(device: Device) -> None:
     shape = Shape.from_depth(4, vocab=64)
-    sizes = {"slots": 3, "context": 4096, "dtype": torch.bfloat16, "place": device.bind(0)}
-    whole, half = Cache(shape, **sizes), Cache(shape, **sizes, kept=EIGHT_BITS)  # type: ignore[arg-type]
+    sizes = {"slots": 3, "context": 4096, "dtype": torch.bfloat16, "device": device.bind(0)}
+    whole, half = KVCache(shape, **sizes), KVCache(shape, **sizes, cache_dtype=EIGHT_BITS)  # type: ignore[arg-type]
     pairs = list(zip(whole.keys + whole.values, half.keys + half.values))
     assert all(a.shape == b.shape and a.nbytes == 2 * b.nbytes for a, b in pairs)
     assert half.raw[0].dtype == torch.bfloat16, "what is mixed with the next token stays whole"
@@ -71,7 +71,7 @@ def test_such_a_cache_has_half_the_keys_and_values(device: Device) -> None:
 
 def test_numbers_that_are_too_large_are_the_largest(device: Device) -> None:
     x = torch.tensor([1e6, -1e6, 449.0, 3.3, 0.0])
-    assert narrowed(x, EIGHT_BITS).float().tolist() == [LARGEST, -LARGEST, LARGEST, 3.25, 0.0]
+    assert narrowed(x, EIGHT_BITS).float().tolist() == [MAX_EIGHT_BITS, -MAX_EIGHT_BITS, MAX_EIGHT_BITS, 3.25, 0.0]
     assert narrowed(x, torch.float32) is x
 
 
@@ -88,12 +88,12 @@ def test_a_kernel_sees_what_the_cache_would_give_back() -> None:
 
 
 def test_chips_without_such_numbers_refuse(device: Device) -> None:
-    assert kept_dtype("auto", device) is None
-    assert kept_dtype("fp8", device) is EIGHT_BITS
+    assert kv_cache_dtype("auto", device) is None
+    assert kv_cache_dtype("fp8", device) is EIGHT_BITS
     for name, kind in (("H200", CUDA), ("A100-80GB", CUDA), ("Ascend910B3", NPU), ("Ascend950PR_9589", NPU)):
         other = kind(None, find(name), DeviceOptions())
         if name == "H200":
-            assert kept_dtype("fp8", other) is EIGHT_BITS
+            assert kv_cache_dtype("fp8", other) is EIGHT_BITS
             continue
         with pytest.raises(UserError, match="is for CUDA chips from Ada and Hopper on"):
-            kept_dtype("fp8", other)
+            kv_cache_dtype("fp8", other)

@@ -11,8 +11,8 @@ import torch
 
 from ascendchat.device import Device
 from ascendchat.engine import engine as gather
-from ascendchat.engine.engine import Completion, Engine, Job, Request, Sampling
-from ascendchat.engine.prefix import LEAST_REUSE
+from ascendchat.engine.engine import Completion, Engine, Request, RequestState, Sampling
+from ascendchat.engine.prefix import MIN_REUSE
 from ascendchat.engine.request import Grammar
 from ascendchat.nn.attention import Reference, Sdpa
 from ascendchat.nn.gpt import GPT
@@ -47,7 +47,7 @@ class Watched:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.rows, self.moved = engine, [], 0  # type: tuple[Engine, list[int], int]
-        step, move = engine.decoder.step, engine.sheet.move
+        step, move = engine.decoder.step, engine.batch.move
 
         def stepped(rows: int, *rest: object) -> torch.Tensor:
             self.rows.append(rows)
@@ -57,7 +57,7 @@ class Watched:
             self.moved += len(sources)  # type: ignore[arg-type]
             move(sources, targets)  # type: ignore[arg-type]
 
-        engine.decoder.step, engine.sheet.move = stepped, moved  # type: ignore[method-assign]
+        engine.decoder.step, engine.batch.move = stepped, moved  # type: ignore[method-assign]
 
 
 def requests(count: int, seed: int = 0) -> list[Request]:
@@ -75,8 +75,8 @@ def requests(count: int, seed: int = 0) -> list[Request]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows move after two steps in which half as many rows would do."""
-    monkeypatch.setattr(gather, "PATIENCE", 2)
-    monkeypatch.setattr(gather, "RECORDING", 0)  # where steps are recorded, new sizes at once
+    monkeypatch.setattr(gather, "SPARSE_STEPS", 2)
+    monkeypatch.setattr(gather, "CAPTURE_AFTER", 0)  # where steps are recorded, new sizes at once
 
 
 def same(found: list[Completion], expected: list[Completion]) -> None:
@@ -97,10 +97,10 @@ def test_answers_are_those_of_rows_that_stay(
     found = moving.engine.generate(asked)
     assert moving.moved > 3
     assert {"stop", "length"} == {answer.finish_reason for answer in found}
-    sheet = moving.engine.sheet
+    sheet = moving.engine.batch
     assert not sheet._watchers
     assert not sheet.watched.any(), "nobody's tokens are watched any more"
-    monkeypatch.setattr(gather, "PATIENCE", 10**9)
+    monkeypatch.setattr(gather, "SPARSE_STEPS", 10**9)
     staying = Watched(make.engine(model, device, Sdpa(), slots=SLOTS, context=CONTEXT, late=late))
     same(found, staying.engine.generate(asked))
     assert staying.moved == 0
@@ -122,7 +122,7 @@ def test_a_tools_result_is_put_in_wherever_the_row_is(device: Device, late: int)
         assert found.ids == answer
         assert found.forced == [False] * 7 + [True] * 4 + [False] * (len(answer) - 11)
         assert watched.moved == 1
-        assert not watched.engine.sheet.forced.any()
+        assert not watched.engine.batch.forced.any()
 
 
 @pytest.mark.usefixtures("patient")
@@ -141,7 +141,9 @@ def test_a_row_may_move_again_and_its_old_slots_are_idle(device: Device) -> None
         idle = [slot for slot, job in enumerate(engine.running) if job is None and slot not in engine._left]
         assert (engine.decoder.target[idle] == engine.decoder.cache.dump).all()
         for slot, job in enumerate(engine.running):
-            assert job is None or not job.launched or engine.decoder.held[slot] == int(engine.decoder.length[slot])
+            assert (
+                job is None or not job.launched or engine.decoder.host_length[slot] == int(engine.decoder.length[slot])
+            )
     assert len(places) == 3
     assert max(watched.rows[-5:]) == 10
     for job, request in list(zip(jobs, asked))[-12:]:
@@ -151,10 +153,10 @@ def test_a_row_may_move_again_and_its_old_slots_are_idle(device: Device) -> None
 BRIEF = Sampling(temperature=0.0, max_tokens=3, stop_tokens=(), tools=False)
 
 
-def three_go_on(model: GPT, device: Device, tokens: int) -> tuple[Watched, list[list[int]], list[Job]]:
+def three_go_on(model: GPT, device: Device, tokens: int) -> tuple[Watched, list[list[int]], list[RequestState]]:
     """All slots are taken; only the answers in the last three have more than a few tokens."""
     engine, draw = (
-        make.engine(model, device, Sdpa(), slots=SLOTS, context=CONTEXT, least_reuse=LEAST_REUSE),
+        make.engine(model, device, Sdpa(), slots=SLOTS, context=CONTEXT, min_reuse=MIN_REUSE),
         random.Random(1),
     )
     prompts = [[draw.randrange(model.shape.vocab) for _ in range(60)] for _ in range(SLOTS)]
@@ -188,8 +190,8 @@ def of_16_slots(model: GPT, device: Device) -> Watched:
 @pytest.mark.usefixtures("patient")
 def test_nobody_moves_while_others_wait_or_where_it_gives_little(device: Device) -> None:
     model = make.model(3, **MODELS["full"])
-    few = Watched(make.engine(model, device, Reference(), slots=gather.LEAST - 1, context=64))
-    few.engine.generate(lengths(*[2] * (gather.LEAST - 2), 30))
+    few = Watched(make.engine(model, device, Reference(), slots=gather.MIN_ROWS - 1, context=64))
+    few.engine.generate(lengths(*[2] * (gather.MIN_ROWS - 2), 30))
     assert few.moved == 0, "few rows take hardly less time"
     half = of_16_slots(model, device)
     half.engine.generate(lengths(*[2] * 7, *[30] * 9))
@@ -230,14 +232,14 @@ def test_a_step_of_another_size_is_recorded_when_it_was_wanted_for_long(
     watched, asked = of_16_slots(model, device), lengths(*[2] * 15, 40)
     decoder = watched.engine.decoder
     monkeypatch.setattr(decoder, "graphs", True)
-    monkeypatch.setattr(gather, "RECORDING", 50)
+    monkeypatch.setattr(gather, "CAPTURE_AFTER", 50)
     watched.engine.generate(asked)
     assert watched.moved == 0, "it would have to be recorded"
     watched.engine.generate(asked)
     assert watched.moved == 1
     assert watched.rows[-1] == 1
-    decoder._steps.clear()
-    watched.engine.gather.wanted.clear()
+    decoder.steps.clear()
+    watched.engine.wanted.clear()
     watched.engine.generate(lengths(5))
     watched.engine.generate(asked)
     assert watched.moved == 2, "it was recorded already"
@@ -254,7 +256,7 @@ def test_copies_for_a_request_that_ended_unread_are_made_before_rows_move(device
     engine.forgotten.append(dropped)
     while not watched.moved:
         engine.step()
-        assert not engine.reading.copies
+        assert not engine.scheduler.copies
     jobs.append(engine.add(Request([9, 8, 7], BRIEF)))
     make.finish(engine, *jobs)
     for job in jobs[SLOTS - 3 : SLOTS]:
@@ -274,5 +276,5 @@ def test_a_copy_that_fails_leaves_all_slots_as_they_were(device: Device, monkeyp
         with pytest.raises(torch.OutOfMemoryError):
             engine.generate(asked)
     assert engine.running == [None] * 16
-    assert not engine.sheet.owner.any()
+    assert not engine.batch.owner.any()
     make.assert_greedy(model, asked[-1], engine.generate(asked)[-1].ids, 64)

@@ -87,7 +87,7 @@ def test_answers_validate_whatever_the_schema_and_do_not_depend_on_neighbours() 
         asked += [(schema, Request(prompt, replace(usual, temperature=heat))) for heat in (0.0, 1.0)]
         free.append(Request(prompt, Sampling(max_tokens=20, seed=number, logprobs=number % 2 == 0)))
     engine = toy_engine(slots=16)
-    engine.ahead = 1
+    engine.lag = 1
     answers = engine.generate([*(request for _, request in asked), *free])
     finished = [check(schema, answer, request) for (schema, request), answer in zip(asked, answers)]
     assert sum(finished) > 0.8 * len(asked), "most answers come to their end"
@@ -114,7 +114,7 @@ ABC = [START, *b"abcdefg", END]  # what the model wants to say
 def test_the_first_token_is_bound_as_well_and_the_model_chooses_where_it_may() -> None:
     engine = scripted(ABC)
     for late in (0, 1):
-        engine.ahead = late
+        engine.lag = late
         found = one(engine, Grammar("regex", "[x-z][a-g]{2}"), stop_tokens=())
         assert found.text[0] in "xyz"
         assert (len(found.ids), found.finish_reason) == (3, "stop")
@@ -171,7 +171,7 @@ def test_a_call_that_the_grammar_asks_for_is_not_calculated() -> None:
     text = "start: <|tool_start|> /[0-9+]+/ <|tool_end|>"
     request = Request([START], Sampling(temperature=0.0, grammar=Grammar("lark", text)))
     for late in (0, 1):
-        engine.ahead = late
+        engine.lag = late
         (found,) = engine.generate([request])
         assert TEXT.decode(found.ids) == "<|tool_start|>17+25<|tool_end|>"
         assert (found.text, found.finish_reason, any(found.forced)) == ("", "stop", False)
@@ -191,7 +191,7 @@ def test_calculator_calls_of_neighbours_go_on_beside_a_grammar(late: int) -> Non
 
 def test_results_are_late_again_when_no_grammar_is_left() -> None:
     engine = scripted(ABC, slots=2)
-    engine.ahead = 1
+    engine.lag = 1
     bound = engine.add(Request([START], Sampling(temperature=0.0, grammar=Grammar("regex", "abc"))))
     engine.add(Request([START], Sampling(temperature=0.0, stop_tokens=(), max_tokens=40)))
     while not bound.done:
@@ -202,8 +202,8 @@ def test_results_are_late_again_when_no_grammar_is_left() -> None:
 
 def test_what_rows_with_a_grammar_must_not_say_goes_to_the_device_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, told = scripted(ABC, slots=3), list[list[int]]()
-    restrict = engine.decoder.restrict
-    monkeypatch.setattr(engine.decoder, "restrict", lambda slots, barred: told.append(slots) or restrict(slots, barred))
+    usual = engine.decoder.set_token_masks
+    monkeypatch.setattr(engine.decoder, "set_token_masks", lambda slots, mask: told.append(slots) or usual(slots, mask))
     bound = Sampling(temperature=0.0, grammar=Grammar("regex", "[a-g]{3}"))
     engine.generate([Request([START], way) for way in (bound, Sampling(temperature=0.0, max_tokens=2), bound)])
-    assert told == [[0, 1, 2], [0, 2], [0, 2]], "before the first token all slots, then those with a grammar"
+    assert told == [[0, 2], [0, 2], [0, 2]]

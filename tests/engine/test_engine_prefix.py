@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ascendchat.device import Device, pick
-from ascendchat.engine.engine import Completion, Engine, Job, Request, Sampling
-from ascendchat.engine.prefix import LEAST_REUSE, LEAST_REUSE_ALONE, Copy
+from ascendchat.engine.engine import Completion, Engine, Request, RequestState, Sampling
+from ascendchat.engine.prefix import MIN_REUSE, MIN_REUSE_ASYNC, Copy
 from ascendchat.nn.attention import Attention, Eager, Reference, Sdpa
 from ascendchat.nn.gpt import GPT
 
@@ -34,7 +34,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 
 def engine_of(model: GPT, device: Device, kernel: Attention | None = None, **more: Any) -> Engine:
-    return make.engine(model, device, kernel or Sdpa(), **{"context": CONTEXT, "least_reuse": LEAST_REUSE, **more})
+    return make.engine(model, device, kernel or Sdpa(), **{"context": CONTEXT, "min_reuse": MIN_REUSE, **more})
 
 
 def plain(model: GPT, device: Device) -> Engine:
@@ -211,7 +211,7 @@ def random_sampling(draw: random.Random) -> Sampling:
     return Sampling(**{**draw.choice(ways), **usual})
 
 
-def random_prompt(draw: random.Random, model: GPT, before: Sequence[Job]) -> list[int]:
+def random_prompt(draw: random.Random, model: GPT, before: Sequence[RequestState]) -> list[int]:
     """New, the next turn of something, the same again, or another end behind the same beginning."""
     kind = draw.randrange(4) if before else 0
     if kind == 0:
@@ -227,9 +227,9 @@ def random_prompt(draw: random.Random, model: GPT, before: Sequence[Job]) -> lis
     return row if len(row) < CONTEXT else words(draw, model, 20)
 
 
-def play(engine: Engine, draw: random.Random, model: GPT, count: int) -> list[Job]:
+def play(engine: Engine, draw: random.Random, model: GPT, count: int) -> list[RequestState]:
     """Requests come while others run; some are cancelled."""
-    jobs: list[Job] = []
+    jobs: list[RequestState] = []
     while len(jobs) < count or not all(job.done for job in jobs):
         if len(jobs) < count and draw.random() < 0.6:
             prompt = random_prompt(draw, model, jobs)
@@ -238,7 +238,7 @@ def play(engine: Engine, draw: random.Random, model: GPT, count: int) -> list[Jo
         if draw.random() < 0.05:
             engine.cancel(draw.choice(jobs or [engine.add(Request([1]))]))
         engine.step()
-        assert engine.decoder.held.tolist() == engine.decoder.length.tolist(), "kernels that ask the host"
+        assert engine.decoder.host_length.tolist() == engine.decoder.length.tolist(), "kernels that ask the host"
     return jobs
 
 
@@ -271,7 +271,7 @@ def test_forced_tokens_are_kept_like_others(device: Device) -> None:
             found += engine.generate([Request(prompt, Sampling(temperature=0.0))])
             prompt = [*prompt, *answer, end, 1, start]
         assert [one.ids for one in found] == [answer] * 2
-        assert engine.decoder.held.tolist() == engine.decoder.length.tolist()
+        assert engine.decoder.host_length.tolist() == engine.decoder.length.tolist()
         assert found[1].cached_tokens - 41 - len(answer) in (-1, 0)
 
 
@@ -296,7 +296,7 @@ def test_compiled_steps_leave_what_is_kept_as_it_is(monkeypatch: pytest.MonkeyPa
         requests.append(Request([*request.prompt, *answer.ids, *words(draw, model, 5)], greedy(10)))
     answers += engine.generate(requests[2:])
     assert [answer.cached_tokens for answer in answers[2:]] == [53, 69]
-    assert [count for count, _ in engine.decoder._models] == [2]
+    assert {key.rows for key in engine.decoder.steps} == {2}
     for answer, expected in zip(answers, plain(model, device).generate(requests)):
         assert_alike(answer, expected)
 
@@ -306,9 +306,9 @@ def test_a_device_that_works_on_its_own_reads_short_prompts_anew(
 ) -> None:
     """All samples of a short prompt in one pass, without a copy; of a long one the second goes on behind the first."""
     model, draw = make.model(30), random.Random(10)
-    engine = engine_of(model, device, slots=8, least_reuse=LEAST_REUSE_ALONE, prefill_tokens=16384)
+    engine = engine_of(model, device, slots=8, min_reuse=MIN_REUSE_ASYNC, prefill_tokens=16384)
     alone, counted = plain(model, device), Counted(engine, monkeypatch)
-    short, long = (words(draw, model, count) for count in (LEAST_REUSE_ALONE, LEAST_REUSE_ALONE + 2))
+    short, long = (words(draw, model, count) for count in (MIN_REUSE_ASYNC, MIN_REUSE_ASYNC + 2))
     for prompt, passes, copies in ((short, [8 * len(short)], 0), (long, [len(long), 7], 7)):
         answers = engine.generate([Request(prompt, greedy(3))] * 8)
         assert (counted.passes, counted.copies) == (passes, copies)

@@ -11,8 +11,8 @@ import engine_models as make
 import pytest
 
 from ascendchat.device import Device
-from ascendchat.engine.engine import Engine, Job, Request, Sampling
-from ascendchat.engine.sampling import Mode
+from ascendchat.engine.engine import Engine, Request, RequestState, Sampling
+from ascendchat.engine.sampling import Draw, Mode
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 
@@ -89,8 +89,8 @@ def test_nothing_is_made_and_nothing_is_done_where_nobody_asks(device: Device) -
     engine = make.engine(model, device, Sdpa(), context=CONTEXT)
     engine.generate([Request(prompt, Sampling(max_tokens=4)) for prompt in prompts(model.shape.vocab, 5)])
     decoder = engine.decoder
-    assert (decoder.bias, decoder.counts, decoder.barred, decoder.seen) == (None, None, None, None)
-    assert {mode for *_, mode in decoder._steps} == {Mode(random=True)}
+    assert decoder.tables is None
+    assert {key.mode for key in decoder.steps} == {Mode(Draw.RANDOM)}
 
 
 def test_a_tools_result_is_not_penalised(device: Device) -> None:
@@ -104,9 +104,9 @@ def test_a_tools_result_is_not_penalised(device: Device) -> None:
         (found,) = engine.generate([request])
         forced = [token for token, flag in zip(found.ids, found.forced) if flag]
         assert TEXT.decode(forced) == "<|output_start|>42<|output_end|>"
-        assert engine.decoder.counts is not None
+        assert engine.decoder.tables is not None
         read = zip(found.ids[:-1], found.forced)
-        counted = {token: int(count) for token, count in enumerate(engine.decoder.counts[0].tolist()) if count}
+        counted = {token: int(count) for token, count in enumerate(engine.decoder.tables.counts[0].tolist()) if count}
         assert counted == Counter(token for token, flag in read if not flag)
 
 
@@ -163,7 +163,7 @@ def said(model: GPT, request: Request, count: int = 12) -> list[int]:
     return make.greedy(model, request.prompt, count, CONTEXT)
 
 
-def begun(device: Device, late: int, count: int, steps: int, slots: int = 3) -> tuple[Engine, GPT, list[Job]]:
+def begun(device: Device, late: int, count: int, steps: int, slots: int = 3) -> tuple[Engine, GPT, list[RequestState]]:
     """An engine that has done some steps, the weights it had then, and its requests, which will have 12 tokens."""
     old = make.model(5, seq_len=16)
     engine = make.engine(make.model(5, seq_len=16), device, Sdpa(), slots=slots, context=CONTEXT, late=late)
@@ -201,7 +201,7 @@ def test_a_load_that_interrupts_is_for_rows_under_way_and_reads_waiting_prompts_
 ) -> None:
     """Not behind what the old weights made of the same words, nor behind a part that they had read."""
     old, new = (make.model(seed, seq_len=256, window_pattern="L") for seed in (5, 6))
-    first, sizes = make.model(5, seq_len=256, window_pattern="L"), {"context": 256, "least_reuse": 16}
+    first, sizes = make.model(5, seq_len=256, window_pattern="L"), {"context": 256, "min_reuse": 16}
     engine = make.engine(first, device, Sdpa(), slots=3, late=1, prefill_tokens=32, **sizes)
     known, long = ([(7 * i + n) % old.shape.vocab for i in range(length)] for n, length in ((1, 64), (2, 150)))
     usual = Sampling(max_tokens=8, temperature=0.0, stop_tokens=(), tools=False)

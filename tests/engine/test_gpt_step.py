@@ -16,7 +16,7 @@ from ascendchat.device import pick
 from ascendchat.engine.cache import EIGHT_BITS
 from ascendchat.engine.decode import Decoder
 from ascendchat.engine.request import Request, Sampling
-from ascendchat.engine.sampling import Mode, Settings, columns, sample, settings_row
+from ascendchat.engine.sampling import Draw, Mode, SamplingSettings, columns, sample, settings_row
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT
 from ascendchat.sizes.shape import Shape
@@ -31,7 +31,7 @@ OVERLAPS = [False, True] if CUDA and torch.cuda.get_device_capability() >= (9, 0
 CONTEXT = 640
 
 
-def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int], kept: torch.dtype | None = None) -> Decoder:
+def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int], cache_dtype: torch.dtype | None = None) -> Decoder:
     """Rows that have read prompts of these lengths."""
     torch.manual_seed(0)
     model = GPT(shape)
@@ -40,7 +40,7 @@ def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int], kept: torch.dt
     model = model.requires_grad_(False).to_compute(dtype).to(PLACE)
     device = pick(PLACE.type, compiled=False)
     torch.set_float32_matmul_precision("highest")  # `pick` allows tf32 where it chooses bfloat16
-    made = Decoder(model, Reference(), device, PLACE, slots=5, context=CONTEXT, graphs=False, kept=kept)
+    made = Decoder(model, Reference(), device, PLACE, slots=5, context=CONTEXT, graphs=False, cache_dtype=cache_dtype)
     requests = [Request(torch.randint(0, shape.vocab, (n,)).tolist(), Sampling(temperature=0.0)) for n in prompts]
     made.prefill(requests, list(range(len(prompts))), Mode())
     return made
@@ -61,7 +61,7 @@ TIERS["some, parts"] = {**TIERS["some"], "LONG": 0}
 
 
 @pytest.mark.parametrize("overlaps", OVERLAPS, ids=lambda overlaps: "overlapping" if overlaps else "in turn")
-@pytest.mark.parametrize("kept", [None, EIGHT_BITS], ids=["whole", "8 bits"])
+@pytest.mark.parametrize("cache_dtype", [None, EIGHT_BITS], ids=["whole", "8 bits"])
 @pytest.mark.parametrize(
     ("tier", "prompts"),
     [
@@ -80,7 +80,7 @@ def test_a_step_equals_the_plain_one(
     shape: Shape,
     tier: str,
     prompts: list[int],
-    kept: torch.dtype | None,
+    cache_dtype: torch.dtype | None,
     overlaps: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -90,9 +90,9 @@ def test_a_step_equals_the_plain_one(
 
     for name, value in TIERS[tier].items():
         monkeypatch.setattr(gpt_step, name, value)
-    if kept and not (CUDA and torch.cuda.get_device_capability() >= (8, 9)):
+    if cache_dtype and not (CUDA and torch.cuda.get_device_capability() >= (8, 9)):
         pytest.skip("no numbers of 8 bits here; Triton's interpreter drops the carry when it rounds to them")
-    found, wanted = (decoder(shape, torch.float32, prompts, kept) for _ in range(2))
+    found, wanted = (decoder(shape, torch.float32, prompts, cache_dtype) for _ in range(2))
     rows = len(prompts)
     found.override[0] = wanted.override[0] = 7
     cache = found.cache
@@ -100,13 +100,13 @@ def test_a_step_equals_the_plain_one(
     with torch.no_grad():
         slots = Slots(found.token, found.override, found.previous, found.length, found.target)
         logits, tokens, positions = step(rows, slots, CONTEXT)
-        exact = wanted._read(rows, 640)
-    assert torch.equal(tokens, exact.token)
-    assert torch.equal(positions, exact.position)
+        exact, token, position = wanted._forward(rows, 640)
+    assert torch.equal(tokens, token)
+    assert torch.equal(positions, position)
     bound = found.model.softcap
     # What lies between two numbers of 8 bits may become either.
-    near = {"atol": 0.05, "rtol": 0.05} if kept else {"atol": 2e-4, "rtol": 1e-4}
-    torch.testing.assert_close(bound * torch.tanh(logits / bound), exact.logits, **near)
+    near = {"atol": 0.05, "rtol": 0.05} if cache_dtype else {"atol": 2e-4, "rtol": 1e-4}
+    torch.testing.assert_close(bound * torch.tanh(logits / bound), exact, **near)
     held = wanted.cache
     both = zip((*cache.keys, *cache.values, *cache.raw), (*held.keys, *held.values, *held.raw), strict=True)
     for one, other in both:  # the last slot takes what nobody wants, in no order
@@ -117,12 +117,12 @@ def test_a_step_equals_the_plain_one(
 
 
 @pytest.mark.parametrize(
-    ("shape", "kept", "ahead"),
+    ("shape", "cache_dtype", "ahead"),
     [("plain", EIGHT_BITS, 32), ("grouped", EIGHT_BITS, 0), ("grouped", None, 32)],
     ids=["16 bytes", "24 bytes", "96 bytes"],
 )
 def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
-    shape: str, kept: torch.dtype | None, ahead: int, monkeypatch: pytest.MonkeyPatch
+    shape: str, cache_dtype: torch.dtype | None, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of 24 channels in 8 bits are none, and the chip stops at such an instruction."""
     from ascendchat.engine import gpt_step
@@ -139,7 +139,7 @@ def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
 
     monkeypatch.setattr(gpt_step, "FEW_TILES", gpt_step.FEW_TILES._replace(ahead=32))
     monkeypatch.setattr(gpt_step.kernels, "attend", Attend())
-    made = decoder(SHAPES[shape], torch.float32, [3], kept)
+    made = decoder(SHAPES[shape], torch.float32, [3], cache_dtype)
     cache = made.cache
     step = gpt_step.TokenStep(made.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT)
     with pytest.raises(Told) as told:
@@ -161,14 +161,20 @@ def test_the_choice_equals_the_plain_one(random: bool, overlaps: bool) -> None:
     heat = [0.0, 0.0, 1.0, 0.7, 2.0, 0.01, 1.0] if random else [0.0] * rows
     seeds = [*(7**n for n in range(rows - 1)), 10]
     lines = [settings_row(Sampling(temperature=t, seed=seed)) for t, seed in zip(heat, seeds)]
-    settings = Settings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
+    settings = SamplingSettings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
     position = torch.tensor([0, 5, 1, 2047, 40000, 17, 360], device=PLACE)
     blocks = columns(vocab, PLACE)
     token, previous, override = (torch.arange(rows, device=PLACE) + n for n in (10, 20, 30))
     state = State(token, previous, override, position.clone(), torch.ones((), dtype=torch.int64, device=PLACE))
     read = torch.arange(rows, device=PLACE) + 100
     report = choose(logits, read, settings, blocks, state, softcap=15.0, random=random, overlaps=overlaps)
-    chosen, logprob = sample(15.0 * torch.tanh(logits / 15.0), settings, position, Mode(random=random), blocks=blocks)
+    chosen, logprob = sample(
+        15.0 * torch.tanh(logits / 15.0),
+        settings,
+        position,
+        Mode(Draw.RANDOM if random else Draw.GREEDY),
+        blocks=blocks,
+    )
     assert report[0].long().tolist() == chosen.tolist()
     torch.testing.assert_close(report[1], logprob, atol=1e-5, rtol=1e-5)
     assert torch.equal(state.token, chosen)
@@ -187,7 +193,7 @@ def test_of_logits_that_are_not_numbers_a_token_is_chosen_that_exists() -> None:
         logits[0] = torch.nan
         logits[1, -1] = logits[1, 0] = torch.nan
         lines = [settings_row(Sampling(temperature=float(n % 2), seed=n)) for n in range(rows)]
-        settings = Settings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
+        settings = SamplingSettings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
         read = torch.arange(rows, device=PLACE)
         state = State(*(torch.zeros(rows, dtype=torch.int64, device=PLACE) for _ in range(4)), torch.ones_like(read[0]))
         for random in (False, True):

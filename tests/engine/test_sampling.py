@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from ascendchat.engine.request import MAX_TOPS, Grammar, Sampling
 from ascendchat.engine.sampling import (
+    Draw,
     Mode,
-    Settings,
+    SamplingSettings,
+    Tables,
     columns,
     keep,
     likeliest,
@@ -27,13 +29,13 @@ from ascendchat.engine.sampling import (
 )
 
 
-def rows(count: int, **values: float) -> Settings:
+def rows(count: int, **values: float) -> SamplingSettings:
     usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0, "seed": 0}
     usual = {**usual, "presence": 0.0, "frequency": 0.0, "processed": False, **values}
     types = {"top_k": torch.int64, "processed": torch.bool}
     usual["seed"] = seed_keys(int(usual["seed"]))  # type: ignore[assignment]
     made = {name: torch.tensor([value] * count, dtype=types.get(name, torch.float32)) for name, value in usual.items()}
-    return Settings(**made)
+    return SamplingSettings(**made)
 
 
 def keys(seeds: Iterable[int]) -> torch.Tensor:
@@ -76,25 +78,50 @@ def test_ties_at_the_border_stay_and_so_do_the_unlikeliest_where_nothing_is_filt
 
 
 @pytest.mark.parametrize(
-    ("sampling", "needed"),
+    ("sampling", "mode"),
     [
-        (Sampling(temperature=0.0, top_k=5, top_p=0.5), {}),
-        (Sampling(), {"random"}),
-        (Sampling(temperature=0.5, top_k=1), {"random", "filtered"}),
-        (Sampling(top_p=0.9), {"random", "filtered"}),
-        (Sampling(min_p=0.1, repetition_penalty=1.1), {"random", "filtered", "penalised"}),
-        (Sampling(temperature=0.0, allowed_tokens=(0,), top_logprobs=1), {"restricted", "tops"}),
-        (Sampling(temperature=0.0, grammar=Grammar("json"), processed_logprobs=True), {"restricted", "processed"}),
-        (Sampling(temperature=0.0, logit_bias=((0, 1.0),)), {"biased"}),
-        (Sampling(temperature=0.0, presence_penalty=-0.1), {"biased"}),
-        (Sampling(temperature=0.0, frequency_penalty=0.1), {"biased"}),
+        (Sampling(temperature=0.0), Mode()),
+        (Sampling(temperature=0.0, top_k=5), Mode()),
+        (Sampling(temperature=0.0, processed_logprobs=True), Mode()),
+        (Sampling(), Mode(Draw.RANDOM)),
+        (Sampling(processed_logprobs=True), Mode(Draw.PROCESSED)),
+        (Sampling(top_k=5, processed_logprobs=True), Mode(Draw.FILTERED)),
+        (Sampling(top_p=0.5), Mode(Draw.FILTERED)),
+        (Sampling(min_p=0.1), Mode(Draw.FILTERED)),
+        (Sampling(min_p=0.1, repetition_penalty=1.1), Mode(Draw.FILTERED, True)),
+        (Sampling(presence_penalty=-0.1), Mode(Draw.RANDOM, True)),
+        (Sampling(temperature=0.0, allowed_tokens=(0,)), Mode(tables=True)),
+        (Sampling(temperature=0.0, top_logprobs=1), Mode(tables=True)),
+        (Sampling(temperature=0.0, grammar=Grammar("json")), Mode(tables=True)),
+        (Sampling(temperature=0.0, grammar=Grammar("json"), processed_logprobs=True), Mode(Draw.PROCESSED, True)),
+        (Sampling(temperature=0.0, logit_bias=((0, 1.0),)), Mode(tables=True)),
+        (Sampling(temperature=0.0, frequency_penalty=0.1), Mode(tables=True)),
     ],
-    ids=lambda value: None if isinstance(value, Sampling) else "+".join(sorted(value)) or "nothing",
 )
-def test_a_step_does_what_one_of_its_rows_needs_and_no_more(sampling: Sampling, needed: set[str]) -> None:
-    mode = mode_of(sampling)
-    assert {name for name, flag in mode._asdict().items() if flag} == set(needed)
-    assert Mode.of(mode.bits) == mode
+def test_a_step_does_what_one_of_its_rows_needs_and_no_more(sampling: Sampling, mode: Mode) -> None:
+    assert mode_of(sampling) == mode
+    assert Mode.union([mode, Mode()]) == mode
+    assert Mode.union([mode, Mode(Draw.FILTERED, True)]) == Mode(Draw.FILTERED, True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 7}, {"top_p": 0.8, "min_p": 0.02}], ids=str)
+def test_a_row_gets_the_same_bits_in_every_mode_that_is_large_enough_for_it(
+    temperature: float, filters: dict[str, float]
+) -> None:
+    """Beside rows with penalties, biases and masks it runs as they need it, and its own history is of no account."""
+    draw = torch.Generator().manual_seed(5)
+    logits, position = torch.randn(40, 300, generator=draw) * 5, torch.arange(40)
+    sampling = Sampling(temperature=temperature, **filters)  # type: ignore[arg-type]
+    settings = rows(40, temperature=temperature, **filters)
+    tables = Tables.zeros(40, 300, torch.device("cpu"))
+    tables = tables._replace(seen=torch.rand(40, 300, generator=draw) < 0.5, counts=tables.counts + 2)
+    chosen, logprob = sample(logits, settings, position, mode_of(sampling))
+    for mode in (Mode(draw, flag) for draw in Draw for flag in (False, True)):
+        if Mode.union([mode, mode_of(sampling)]) == mode:
+            again = sample(logits, settings, position, mode, tables)
+            assert torch.equal(again[0], chosen)
+            assert torch.equal(again[1], logprob)
 
 
 def test_a_penalty_moves_seen_tokens_down_whatever_their_sign() -> None:
@@ -107,7 +134,8 @@ def test_bias_and_penalties_move_the_choice_and_not_the_probability() -> None:
     bias = torch.tensor([[0.0, 0, 0], [-100, 0, 0], [0, 0, 100], [0, 0, 0]])
     counts = torch.tensor([[0.0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 1, 0]])
     given = rows(4, temperature=0.0, presence=2.0, frequency=0.5)
-    chosen, logprob = sample(logits, given, torch.arange(4), Mode(biased=True), bias=bias, counts=counts)
+    tables = Tables.zeros(4, 3, logits.device)._replace(bias=bias, counts=counts)
+    chosen, logprob = sample(logits, given, torch.arange(4), Mode(tables=True), tables)
     assert chosen.tolist() == [0, 1, 2, 2]
     torch.testing.assert_close(logprob, logits.log_softmax(-1)[torch.arange(4), chosen])
 
@@ -145,9 +173,10 @@ def test_noise_is_uniform_and_does_not_depend_on_other_rows() -> None:
 def test_draws_follow_the_softmax_of_what_may_be_chosen(filters: dict[str, float], barred: tuple[int, ...]) -> None:
     logits, count, heat = torch.tensor([2.0, 1.5, 0.0, -1.0, -3.0]), 20_000, 0.7
     never = torch.zeros(5, dtype=torch.bool).index_fill(0, torch.tensor(barred, dtype=torch.int64), True)
-    mode = Mode(random=True, filtered=bool(filters), restricted=bool(barred))
+    mode = Mode(Draw.FILTERED if filters else Draw.RANDOM, bool(barred))
+    tables = Tables.zeros(count, 5, logits.device)._replace(barred=never.expand(count, 5))
     given = rows(count, temperature=heat, **filters)
-    chosen, _ = sample(logits.expand(count, 5), given, torch.arange(count), mode, None, never.expand(count, 5))
+    chosen, _ = sample(logits.expand(count, 5), given, torch.arange(count), mode, tables)
     left = logits.masked_fill(never, float("-inf"))
     expected = (left / heat).softmax(-1)
     if filters:
@@ -156,7 +185,7 @@ def test_draws_follow_the_softmax_of_what_may_be_chosen(filters: dict[str, float
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-38, 1e-300])
-@pytest.mark.parametrize("mode", [Mode(random=True), Mode(random=True, filtered=True)])
+@pytest.mark.parametrize("mode", [Mode(Draw.RANDOM), Mode(Draw.FILTERED)])
 def test_a_temperature_of_nearly_zero_takes_the_likeliest(mode: Mode, temperature: float) -> None:
     logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(0)) * 15
     chosen, logprob = sample(logits, rows(8, temperature=temperature, top_k=5), torch.arange(8), mode)
@@ -248,8 +277,8 @@ def test_processed_log_probabilities_are_those_of_the_draw() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.5, -1.0]]).expand(600, 4)
     position, barred = torch.arange(600), torch.tensor([[False, False, True, False]]).expand(600, 4)
     settings = rows(600, temperature=0.7, top_k=2)._replace(processed=position % 2 == 0)
-    mode = Mode(random=True, filtered=True, restricted=True, processed=True)
-    chosen, logprob = sample(logits, settings, position, mode, barred=barred)
+    tables = Tables.zeros(600, 4, logits.device)._replace(barred=barred)
+    chosen, logprob = sample(logits, settings, position, Mode(Draw.FILTERED, True), tables)
     drawn = torch.log_softmax(torch.tensor([2.0, 1.0]) / 0.7, 0)
     own = torch.log_softmax(logits[0], 0)
     assert set(chosen.tolist()) == {0, 1}
@@ -257,11 +286,14 @@ def test_processed_log_probabilities_are_those_of_the_draw() -> None:
     torch.testing.assert_close(logprob[1::2], own[chosen[1::2]])
     share = (chosen == 0).float().mean().item()
     assert share == pytest.approx(drawn[0].exp().item(), abs=0.06), "it is what tokens are drawn by"
-    assert sample(logits, settings, position, mode._replace(processed=False), barred=barred)[0].equal(chosen)
+    own_only = settings._replace(processed=torch.zeros(600, dtype=torch.bool))
+    assert sample(logits, own_only, position, Mode(Draw.FILTERED, True), tables)[0].equal(chosen)
 
 
 def test_a_greedy_row_reports_the_scores_that_it_chooses_by() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.5, -1.0]])
     settings = rows(1, temperature=0.0)._replace(processed=torch.ones(1, dtype=torch.bool))
-    _, logprob = sample(logits, settings, torch.zeros(1, dtype=torch.int64), Mode(random=True, processed=True))
+    _, logprob = sample(
+        logits, settings, torch.zeros(1, dtype=torch.int64), Mode(Draw.PROCESSED), Tables.zeros(1, 4, logits.device)
+    )
     torch.testing.assert_close(logprob, torch.log_softmax(logits, -1)[:, 0])

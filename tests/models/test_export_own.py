@@ -32,7 +32,7 @@ from ascendchat.models.folder import describe
 from ascendchat.models.open import OpenedModel
 from ascendchat.nn.attention import dense
 from ascendchat.parallel.context import joined
-from ascendchat.serve.command import open_tokenizer
+from ascendchat.serve.prompts import open_tokenizer
 from ascendchat.serve.worker import open_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_hf_engine import PROMPTS, engine, generated, greedy
 
-from ascendchat.engine.cache import Cache
+from ascendchat.engine.cache import KVCache
 from ascendchat.engine.open import check_engine
 from ascendchat.engine.request import Request
 from ascendchat.errors import UserError
@@ -91,12 +91,12 @@ def test_a_cache_that_does_not_fit_is_a_sentence_when_the_model_is_opened(
 ) -> None:
     made("mixtral", tmp_path)
     opened(tmp_path)
-    put = Cache.put_tokens
+    put = KVCache.put_tokens
 
-    def late(self: Cache, layer: int, rows: Any, position: Any, k: Any, v: Any) -> None:
+    def late(self: KVCache, layer: int, rows: Any, position: Any, k: Any, v: Any) -> None:
         put(self, layer, rows, position, k, v * 2.0)
 
-    monkeypatch.setattr(Cache, "put_tokens", late)
+    monkeypatch.setattr(KVCache, "put_tokens", late)
     with pytest.raises(UserError, match=r"cannot be generated with: .*log-probabilities differ by .*; choose"):
         opened(tmp_path)
     monkeypatch.setattr("ascendchat.engine.engine.Engine.generate", lambda *_: [][0])

@@ -26,7 +26,7 @@ from ascendchat.errors import UserError, home
 from ascendchat.models.nanochat import read_tokenizer
 from ascendchat.nn.attention import dense
 from ascendchat.parallel.context import joined
-from ascendchat.serve.command import open_tokenizer
+from ascendchat.serve.prompts import open_tokenizer
 from ascendchat.serve.worker import open_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")

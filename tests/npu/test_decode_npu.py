@@ -88,7 +88,9 @@ def test_lengths_come_from_the_host_and_graphs_are_updated(device: Device) -> No
     jobs = [engine.add(request) for request in requests]
     while not all(job.done for job in jobs):
         engine.step()
-        assert engine.decoder.held.tolist() == engine.decoder.length.tolist(), "what host and device know of them"
+        assert engine.decoder.host_length.tolist() == engine.decoder.length.tolist(), (
+            "what host and device know of them"
+        )
     counts = cannsim.counters()
     assert engine.decoder.graphs
     assert counts["aclmdlRIExecuteAsync"][0] > 10

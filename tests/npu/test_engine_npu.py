@@ -64,7 +64,7 @@ def test_the_fused_decode_kernel_runs_and_agrees(device: Device) -> None:
     asked = requests(host.shape.vocab, 8)
     answers = engine.generate(asked)
     launched = cannsim.launches()
-    steps = len(engine.decoder._steps)
+    steps = len(engine.decoder.steps)
     assert steps >= 1
     assert launched["aclnnFusedInferAttentionScoreV3"] >= 3 * steps, "one per layer of every step that was recorded"
     assert launched["aclnnFlashAttentionScore"] % 3 == 0, "prompts go through the training kernel"
@@ -75,7 +75,7 @@ def test_the_fused_decode_kernel_runs_and_agrees(device: Device) -> None:
 def test_a_tool_result_is_forced_in_while_results_arrive_late(device: Device) -> None:
     follows, answer = make.calculator_script()
     engine = make.engine(make.scripted(follows), device, Sdpa(), slots=2)
-    assert engine.ahead == 1
+    assert engine.lag == 1
     start = make.tokenizer().specials["<|assistant_start|>"]
     for found in engine.generate([Request([0] * n + [start], Sampling(temperature=0.0)) for n in (0, 3, 1)]):
         assert (found.ids, found.text) == (answer, "你好!")
@@ -106,7 +106,7 @@ def test_bias_penalties_tops_and_grammars_in_captured_graphs_equal_the_cpu(devic
     asked = [Request([7, 8, 9 + i], Sampling(**{**usual, **ways[i % 5]})) for i in range(10)]
     here = make.engine(host, pick("cpu"), Sdpa(), slots=3, context=CONTEXT).generate(asked)
     engine = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT)
-    assert engine.ahead == 1
+    assert engine.lag == 1
     there = engine.generate(asked)
     assert engine.decoder.graphs
     assert [answer.text for answer in there[3::5]] == [answer.text for answer in here[3::5]]
@@ -125,7 +125,7 @@ def test_kept_rows_go_on_with_new_weights_in_the_same_graphs(device: Device) -> 
     found = []
     for engine in engines:
         engine.generate(requests(engine.vocab, 4))  # captures
-        captured = dict(engine.decoder._steps)
+        captured = dict(engine.decoder.steps)
         jobs = [engine.add(Request([3, n, 5], Sampling(max_tokens=9, temperature=0.0, stop_tokens=()))) for n in (1, 2)]
         for _ in range(3):
             engine.step()
@@ -134,7 +134,7 @@ def test_kept_rows_go_on_with_new_weights_in_the_same_graphs(device: Device) -> 
         engine.resume()
         while not all(job.done for job in jobs):
             engine.step()
-        assert engine.decoder._steps == captured, "nothing was captured again"
+        assert engine.decoder.steps == captured, "nothing was captured again"
         found.append([(job.completion.ids, job.completion.versions) for job in jobs])
     assert found[0] == found[1]
     assert [versions for _, versions in found[0]] == [[0] * 4 + [7] * 5] * 2

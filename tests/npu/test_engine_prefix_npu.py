@@ -10,8 +10,8 @@ import torch
 
 import cannsim
 from ascendchat.device import Device
-from ascendchat.engine.engine import Engine, Job, Request, Sampling
-from ascendchat.engine.prefix import LEAST_REUSE
+from ascendchat.engine.engine import Engine, Request, RequestState, Sampling
+from ascendchat.engine.prefix import MIN_REUSE
 from ascendchat.nn.attention import Attention, Eager, Sdpa, choose
 from ascendchat.nn.gpt import GPT
 
@@ -25,7 +25,7 @@ STEP_LAUNCHES = 163  # of a step of three layers, as before anything was kept be
 
 def engine_of(model: GPT, device: Device, kernel: Attention, **more: object) -> Engine:
     place = device.bind(0)
-    sizes = {"slots": 4, "context": CONTEXT, "least_reuse": LEAST_REUSE, **more}
+    sizes = {"slots": 4, "context": CONTEXT, "min_reuse": MIN_REUSE, **more}
     return Engine(model.to(place), kernel, make.tokenizer(), device, place, **sizes)  # type: ignore[arg-type]
 
 
@@ -33,7 +33,7 @@ def greedy(count: int) -> Sampling:
     return Sampling(max_tokens=count, temperature=0.0, stop_tokens=(), tools=False)
 
 
-def conversation(engine: Engine, vocab: int) -> list[Job]:
+def conversation(engine: Engine, vocab: int) -> list[RequestState]:
     """Three samples of a prompt, another end behind its beginning, and then the next turn of two of the answers."""
     draw = random.Random(3)
     prompt = [draw.randrange(vocab) for _ in range(100)]

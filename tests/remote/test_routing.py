@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from ascendchat.remote.routing import BLOCK, MAX_BLOCKS, Candidate, blocks_of, choose, remember
-from ascendchat.serve.pool import LONGEST_PAUSE, pause_after
+from ascendchat.serve.pool import MAX_PAUSE, pause_after
 
 LONG = list(range(5 * BLOCK))
 
@@ -58,4 +58,4 @@ def test_of_two_that_know_the_same_the_one_with_less_to_do_answers() -> None:
 
 def test_a_worker_that_dies_without_an_answer_is_started_less_and_less_often() -> None:
     assert [pause_after(deaths) for deaths in range(5)] == [0, 0.5, 1, 2, 4]
-    assert pause_after(10**6) == LONGEST_PAUSE
+    assert pause_after(10**6) == MAX_PAUSE

@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import load_file
 
 from ascendchat.device import pick
-from ascendchat.engine.engine import Engine, Job
+from ascendchat.engine.engine import Engine, RequestState
 from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.nn.attention import Reference, Sdpa
 from ascendchat.nn.gpt import GPT
@@ -176,7 +176,7 @@ class StandIn:
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
         return {"id": "cmpl-1", "object": "text_completion", "model": NAME, "choices": [choice], "usage": usage}
 
-    def _generate(self, prompt: list[int], body: dict[str, Any]) -> Job:
+    def _generate(self, prompt: list[int], body: dict[str, Any]) -> RequestState:
         sampling = Sampling(
             max_tokens=body.get("max_tokens", 16),
             temperature=body.get("temperature", 1.0),

@@ -16,8 +16,8 @@ from warm_process import warm_workers
 from ascendchat.config.serve import ServeConfig
 from ascendchat.engine.request import Request, Sampling
 from ascendchat.serve import pool as children
-from ascendchat.serve.messages import Part
-from ascendchat.serve.pool import Failure, Pool, Process, Ticket, joined
+from ascendchat.serve.pool import AnswerFailed, PendingRequest, Process, WorkerPool, joined
+from ascendchat.serve.worker_messages import Chunk
 
 CONTEXT = 4096
 
@@ -28,15 +28,15 @@ def request(tokens: int = 8, prompt: tuple[int, ...] = (1, 2, 3), **sampling: An
     return Request(list(prompt), Sampling(tokens, **settings))
 
 
-async def whole(ticket: Ticket) -> Part:
+async def whole(pending: PendingRequest) -> Chunk:
     """The answer in one part."""
-    return joined([part async for part in ticket])
+    return joined([part async for part in pending])
 
 
-async def outcome(ticket: Ticket) -> Part | Failure:
+async def outcome(pending: PendingRequest) -> Chunk | AnswerFailed:
     try:
-        return await whole(ticket)
-    except Failure as failure:
+        return await whole(pending)
+    except AnswerFailed as failure:
         return failure
 
 
@@ -62,11 +62,11 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pool(home: Path, **settings: Any) -> AsyncIterator[Pool]:
+async def pool(home: Path, **settings: Any) -> AsyncIterator[WorkerPool]:
     """A pool whose workers answer, by default with random weights."""
     if not (home / "runs").exists():
         save(home, make.model(seq_len=CONTEXT))
-    made = Pool(ServeConfig(device_type="cpu", run="tiny", stage="sft", **{"slots": 4, **settings}))
+    made = WorkerPool(ServeConfig(device_type="cpu", run="tiny", stage="sft", **{"slots": 4, **settings}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASCENDCHAT_HOME", str(home))
         patch.setenv("OMP_NUM_THREADS", "1")

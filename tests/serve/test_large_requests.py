@@ -20,22 +20,21 @@ from running_server import CHAT, Server, error_of, question, running
 from warm_process import children, warm_workers
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.serve import pool, reader
-from ascendchat.serve.errors import Problem
-from ascendchat.serve.prompts import Model
-from ascendchat.serve.reader import Reader
-from ascendchat.serve.reading import Job, read
+from ascendchat.serve import large_requests, pool
+from ascendchat.serve.errors import ApiError
+from ascendchat.serve.large_requests import LargeRequests
+from ascendchat.serve.prompts import ServedModel, read
 
 TEXT, COMPLETIONS, RESPONSES = make.tokenizer(), "/v1/completions", "/v1/responses"
 HI = {"role": "user", "content": "hi"}
 
 
-def model(context: int = 1 << 20) -> Model:
-    return Model(ServeConfig(), TEXT, "tiny/sft", True, context, TEXT.vocab_size, 64)
+def model(context: int = 1 << 20) -> ServedModel:
+    return ServedModel(ServeConfig(), TEXT, "tiny/sft", True, context, TEXT.vocab_size, 64)
 
 
-def refusal(path: str, body: Any, context: int = 1 << 20) -> Problem:
-    with pytest.raises(Problem) as caught:
+def refusal(path: str, body: Any, context: int = 1 << 20) -> ApiError:
+    with pytest.raises(ApiError) as caught:
         read(path, json.dumps(body).encode(), model(context))
     return caught.value
 
@@ -93,7 +92,7 @@ def test_a_thousand_mistakes_cost_as_much_as_two_thousand(what: str) -> None:
     content = {n: json.dumps(body(n)).encode() for n in (1000, 2000)}
 
     def refuse(n: int) -> None:
-        with pytest.raises(Problem) as caught:
+        with pytest.raises(ApiError) as caught:
             read(path, content[n], model())
         assert caught.value.status == 400
         assert len(caught.value.message) < 500
@@ -144,16 +143,16 @@ class Deaf:
     ],
 )
 def test_what_cannot_fit_the_context_is_refused_before_it_is_looked_at(path: str, body: Any, param: str) -> None:
-    deaf = Model(ServeConfig(), Deaf(), "tiny/sft", True, 64, TEXT.vocab_size, 64)  # type: ignore[arg-type]
-    with pytest.raises(Problem, match="this model's context is 64 tokens") as caught:
+    deaf = ServedModel(ServeConfig(), Deaf(), "tiny/sft", True, 64, TEXT.vocab_size, 64)  # type: ignore[arg-type]
+    with pytest.raises(ApiError, match="this model's context is 64 tokens") as caught:
         read(path, json.dumps(body).encode(), deaf)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
 
 
 def test_more_answers_than_are_ever_taken_are_refused_before_a_prompt_is_encoded() -> None:
-    deaf = Model(ServeConfig(), Deaf(), "tiny/sft", True, 64, TEXT.vocab_size, 7)  # type: ignore[arg-type]
+    deaf = ServedModel(ServeConfig(), Deaf(), "tiny/sft", True, 64, TEXT.vocab_size, 7)  # type: ignore[arg-type]
     for path, body in ((CHAT, {"messages": [HI], "n": 8}), (COMPLETIONS, {"prompt": ["a", "b"], "n": 4})):
-        with pytest.raises(Problem, match="n: this server takes 7 answers at once at most"):
+        with pytest.raises(ApiError, match="n: this server takes 7 answers at once at most"):
             read(path, json.dumps(body).encode(), deaf)
 
 
@@ -181,10 +180,10 @@ def test_a_schema_that_is_never_compiled_is_refused_before_it_stands_in_a_queue(
 
 
 @contextlib.asynccontextmanager
-async def reading(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Reader]:
+async def reading(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[LargeRequests]:
     TEXT.save(folder)
     monkeypatch.setattr(pool, "subprocess", warm_workers())
-    made = Reader(ServeConfig(), folder, **settings)
+    made = LargeRequests(ServeConfig(), folder, **settings)
     try:
         yield made
     finally:
@@ -207,7 +206,7 @@ def test_the_other_process_gives_what_reading_here_gives(tmp_path: Path, monkeyp
                 assert await there.read("/tokenize", prompt(size), model()) == read("/tokenize", prompt(size), model())
             problems = []
             for where in (there.read(CHAT, b'{"n": 0}', model()), there.read(CHAT, b"[" * 100_000, model())):
-                with pytest.raises(Problem) as caught:
+                with pytest.raises(ApiError) as caught:
                     await where
                 problems.append((caught.value.status, caught.value.param))
             assert problems == [(400, "n"), (400, None)]
@@ -237,7 +236,7 @@ def test_a_request_that_takes_too_long_to_read_is_refused_and_the_next_is_read(
 ) -> None:
     async def test() -> None:
         async with reading(tmp_path, monkeypatch, seconds=0.1) as there:
-            with pytest.raises(Problem, match=r"more than 0.1 s of processor time to read") as caught:
+            with pytest.raises(ApiError, match=r"more than 0.1 s of processor time to read") as caught:
                 await there.read("/tokenize", prompt(4_000_000), model())
             assert caught.value.status == 400
             assert json.loads(b"".join(await there.read("/tokenize", prompt(3), model())))["count"] == 4
@@ -253,7 +252,7 @@ def test_a_request_whose_process_was_killed_is_read_by_another_once(
     send, struck = pool.Child.send, list[int]()
 
     def killing(there: pool.Child, message: Any) -> None:
-        if isinstance(message, Job) and len(struck) < kills:
+        if isinstance(message, tuple) and message[0] == "/tokenize" and len(struck) < kills:
             struck.append(there.process.pid)
             os.kill(there.process.pid, signal.SIGKILL)
         send(there, message)
@@ -266,7 +265,7 @@ def test_a_request_whose_process_was_killed_is_read_by_another_once(
             if kills == 1:
                 assert json.loads(b"".join(await asked))["count"] == 4
                 return
-            with pytest.raises(Problem, match="has died; try again") as caught:
+            with pytest.raises(ApiError, match="has died; try again") as caught:
                 await asked
             assert (caught.value.status, len(set(struck))) == (503, 2)
 
@@ -274,11 +273,11 @@ def test_a_request_whose_process_was_killed_is_read_by_another_once(
 
 
 def test_too_many_bytes_that_wait_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MAX_WAITING", 1000)
+    monkeypatch.setattr(large_requests, "MAX_WAITING", 1000)
 
     async def test() -> None:
         async with reading(tmp_path, monkeypatch) as there:
-            with pytest.raises(Problem, match="try again later") as caught:
+            with pytest.raises(ApiError, match="try again later") as caught:
                 await there.read("/tokenize", prompt(1001), model())
             assert caught.value.status == 503
 

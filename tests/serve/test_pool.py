@@ -21,8 +21,8 @@ import running_server as served
 from ascendchat.config.serve import ServeConfig
 from ascendchat.errors import UserError
 from ascendchat.serve import pool as child
-from ascendchat.serve.messages import Open, Part
-from ascendchat.serve.pool import MAX_ATTEMPTS, Child, Failure, Pool, Process
+from ascendchat.serve.pool import MAX_ATTEMPTS, AnswerFailed, Child, Process, WorkerPool
+from ascendchat.serve.worker_messages import Chunk, Open
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def test_only_the_first_worker_that_cannot_open_the_model_is_heard(capfd: pytest
     """Both say why before the command has ended; whatever comes after the first sentence is not said."""
 
     async def test() -> None:
-        pool = Pool(ServeConfig(device_type="cpu", run="none", devices=2))
+        pool = WorkerPool(ServeConfig(device_type="cpu", run="none", devices=2))
         pool.processes = []  # what they would say comes from here
         starting = asyncio.create_task(pool.start())
         await asyncio.sleep(0)
@@ -79,7 +79,7 @@ def test_a_worker_that_hangs_while_it_opens_the_model_is_not_tried_again(
     monkeypatch.setattr(Child, "open", lambda child, message, take: opened.append(child))  # it hears nothing
 
     async def test() -> None:
-        pool = Pool(ServeConfig(device_type="cpu", run="none", devices=1), patience=0.05)
+        pool = WorkerPool(ServeConfig(device_type="cpu", run="none", devices=1), patience=0.05)
         try:
             with pytest.raises(UserError, match="while it opened the model"):
                 await pool.start()
@@ -99,7 +99,7 @@ class Shared:
         self.context = real.pool(home, slots=2, max_queue=5)
         self.pool = self.loop.run_until_complete(self.context.__aenter__())
 
-    def run(self, test: Callable[[Pool], Coroutine[Any, Any, None]]) -> None:
+    def run(self, test: Callable[[WorkerPool], Coroutine[Any, Any, None]]) -> None:
         self.loop.run_until_complete(asyncio.wait_for(test(self.pool), served.PATIENCE))
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     made.close()
 
 
-def of_shared_pool(test: Callable[[Pool], Coroutine[Any, Any, None]]) -> Callable[[Shared], None]:
+def of_shared_pool(test: Callable[[WorkerPool], Coroutine[Any, Any, None]]) -> Callable[[Shared], None]:
     """A test that is given the pool which several share."""
 
     def run(shared: Shared) -> None:
@@ -125,7 +125,7 @@ def of_shared_pool(test: Callable[[Pool], Coroutine[Any, Any, None]]) -> Callabl
 
 
 @of_shared_pool
-async def test_a_killed_worker_is_replaced_and_nothing_that_waited_is_lost(pool: Pool) -> None:
+async def test_a_killed_worker_is_replaced_and_nothing_that_waited_is_lost(pool: WorkerPool) -> None:
     """Under load: what nobody has seen is asked again, what somebody has seen gets a clear error. The process that
     waited takes its place, which saves the import of torch."""
     expected = (await real.whole(pool.submit(real.request(40), streams=False))).ids
@@ -139,9 +139,9 @@ async def test_a_killed_worker_is_replaced_and_nothing_that_waited_is_lost(pool:
         unseen = [pool.submit(real.request(40), streams=bool(n % 2)) for n in range(6)]
         await real.until(lambda: pool.processes[0].room <= 0)
         os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
-        answers = await real.gather(*(real.whole(ticket) for ticket in unseen))
+        answers = await real.gather(*(real.whole(pending) for pending in unseen))
         assert [answer.ids for answer in answers] == [expected] * 6
-        with pytest.raises(Failure, match="the worker that wrote this answer has died; please ask again"):
+        with pytest.raises(AnswerFailed, match="the worker that wrote this answer has died; please ask again"):
             await real.whole(seen)
         assert real.pid(pool.processes[0]) == spare
     assert pool.processes[0].restarts == before + 2
@@ -170,7 +170,7 @@ def test_the_end_of_a_worker_leaves_no_zombie(monkeypatch: pytest.MonkeyPatch) -
 
 
 @of_shared_pool
-async def test_a_request_that_kills_workers_is_given_up(pool: Pool) -> None:
+async def test_a_request_that_kills_workers_is_given_up(pool: WorkerPool) -> None:
     await real.whole(pool.submit(real.request(), streams=False))
     poison = pool.submit(real.request(4000), streams=False)
     task = asyncio.ensure_future(real.outcome(poison))
@@ -178,7 +178,7 @@ async def test_a_request_that_kills_workers_is_given_up(pool: Pool) -> None:
         await real.until(lambda n=attempt: poison.attempts == n and poison.first_token is not None)
         os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
     failure = await task
-    assert isinstance(failure, Failure), failure
+    assert isinstance(failure, AnswerFailed), failure
     assert not failure.refused
     assert poison.attempts == MAX_ATTEMPTS
     assert (await real.whole(pool.submit(real.request(), streams=False))).finish_reason == "length"
@@ -193,7 +193,7 @@ def test_a_worker_that_dies_at_every_start_is_tried_until_it_lives(
             (tmp_path / "runs" / "tiny").rename(tmp_path / "runs" / "gone")
             os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
             answer = await real.outcome(pool.submit(real.request(), streams=False))
-            assert isinstance(answer, Failure)
+            assert isinstance(answer, AnswerFailed)
             assert re.search(r"no answer could begin within \d+ s", str(answer))  # 3, or more on a busy machine
             await real.until(lambda: pool.processes[0].early_deaths >= 2)
             (tmp_path / "runs" / "gone").rename(tmp_path / "runs" / "tiny")
@@ -206,7 +206,7 @@ def test_a_worker_that_dies_at_every_start_is_tried_until_it_lives(
     assert f"worker 0: {tmp_path}" in said
 
 
-def be_patient(pool: Pool, seconds: float) -> None:
+def be_patient(pool: WorkerPool, seconds: float) -> None:
     """From now on; the start of a worker may take longer on a busy machine."""
     pool.patience = seconds
     for process in pool.processes:
@@ -216,7 +216,7 @@ def be_patient(pool: Pool, seconds: float) -> None:
 
 
 @of_shared_pool
-async def test_a_worker_that_hangs_is_killed_and_its_work_done_by_another(pool: Pool) -> None:
+async def test_a_worker_that_hangs_is_killed_and_its_work_done_by_another(pool: WorkerPool) -> None:
     expected = (await real.whole(pool.submit(real.request(20), streams=False))).ids
     worker, hanging = pool.processes[0], real.pid(pool.processes[0])
     usual, before = pool.patience, worker.restarts
@@ -236,13 +236,13 @@ async def test_a_worker_that_hangs_is_killed_and_its_work_done_by_another(pool: 
 def test_a_worker_that_dies_while_the_server_stops_is_not_waited_for(tmp_path: Path) -> None:
     async def test() -> None:
         async with real.pool(tmp_path) as pool:
-            ticket = pool.submit(real.request(4000), streams=True)
-            assert (await ticket.__anext__()).ids
+            pending = pool.submit(real.request(4000), streams=True)
+            assert (await pending.__anext__()).ids
             closing = asyncio.ensure_future(pool.close(drain=100 * served.PATIENCE))
             await real.until(lambda: pool.closing)
             os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
-            with pytest.raises(Failure, match="has died"):
-                await real.whole(ticket)
+            with pytest.raises(AnswerFailed, match="has died"):
+                await real.whole(pending)
             await asyncio.wait_for(closing, 60)
 
     real.run(test)
@@ -253,53 +253,53 @@ def test_time_limits(tmp_path: Path) -> None:
         async with real.pool(tmp_path, slots=1, queue_timeout=1.0, request_timeout=1.5) as pool:
             await real.outcome(pool.submit(real.request(), streams=False))  # the first step of a process is slow
             long = [pool.submit(real.request(4000), streams=n == 0) for n in range(4)]
-            outcomes = await real.gather(*(real.outcome(ticket) for ticket in long))
-            assert isinstance(outcomes[0], Part)
+            outcomes = await real.gather(*(real.outcome(pending) for pending in long))
+            assert isinstance(outcomes[0], Chunk)
             assert (outcomes[0].finish_reason, 0 < len(outcomes[0].ids) < 4000) == ("timeout", True)
-            late = [one for one in outcomes if isinstance(one, Failure) and not one.refused]
+            late = [one for one in outcomes if isinstance(one, AnswerFailed) and not one.refused]
             assert re.fullmatch(r"no answer could begin within \d+ s; try again later", str(late[0]))
-            await real.until(lambda: not pool.processes[0].tickets)
+            await real.until(lambda: not pool.processes[0].requests)
             assert (await real.whole(pool.submit(real.request(), streams=False))).ids
 
     real.run(test)
 
 
 @of_shared_pool
-async def test_what_cannot_be_answered_is_refused_with_the_reason(pool: Pool) -> None:
+async def test_what_cannot_be_answered_is_refused_with_the_reason(pool: WorkerPool) -> None:
     outcome = await real.outcome(pool.submit(real.request(prompt=(10**6,)), streams=False))
-    assert isinstance(outcome, Failure)
+    assert isinstance(outcome, AnswerFailed)
     assert outcome.refused
     assert "a prompt needs at least one token" in str(outcome)
 
 
 @of_shared_pool
-async def test_cancelling_frees_the_slot_wherever_the_request_is(pool: Pool) -> None:
+async def test_cancelling_frees_the_slot_wherever_the_request_is(pool: WorkerPool) -> None:
     second, running, at_hand, waiting = (pool.submit(real.request(4000), streams=True) for _ in range(4))
     await second.__anext__()
     await running.__anext__()
     assert (at_hand.worker, waiting.worker) == (pool.processes[0], None)
-    for ticket in (waiting, at_hand, running, second):
-        ticket.cancel()
+    for pending in (waiting, at_hand, running, second):
+        pending.cancel()
     assert [part async for part in running] == []
-    await real.until(lambda: not pool.processes[0].tickets)
+    await real.until(lambda: not pool.processes[0].requests)
     kept, queued = pool.submit(real.request(4000), streams=True), pool.submit(real.request(4000), streams=True)
     await kept.__anext__()
     await pool.pause("keep")
     kept.cancel()
     queued.cancel()
-    await real.until(lambda: not pool.processes[0].tickets)
+    await real.until(lambda: not pool.processes[0].requests)
     await pool.resume()
     assert (await real.whole(pool.submit(real.request(), streams=False))).ids
 
 
 @of_shared_pool
-async def test_a_client_that_does_not_read_stalls_nobody_and_holds_little(pool: Pool) -> None:
+async def test_a_client_that_does_not_read_stalls_nobody_and_holds_little(pool: WorkerPool) -> None:
     expected = (await real.whole(pool.submit(real.request(150), streams=False))).ids
     lazy = pool.submit(real.request(150), streams=True)
     others = [await real.whole(pool.submit(real.request(20), streams=True)) for _ in range(5)]
     assert all(len(answer.ids) == 20 for answer in others)
     await real.until(lambda: lazy.closed)
-    assert len(lazy._parts) <= 65
+    assert len(lazy._chunks) <= 65
     parts = [part async for part in lazy]
     assert len(parts) == 1
     assert parts[0].ids == expected
@@ -309,24 +309,24 @@ def test_two_workers_share_the_work_and_turns_of_a_conversation_stay_together(tm
     async def test() -> None:
         async with real.pool(tmp_path, devices=2, slots=4) as pool:
             assert len({real.pid(process) for process in pool.processes}) == 2
-            tickets = [pool.submit(real.request(40, (n + 1,)), streams=True) for n in range(8)]
-            assert sorted(len(process.tickets) for process in pool.processes) == [4, 4]
-            answers: list[Part] = await real.gather(*(real.whole(ticket) for ticket in tickets))
+            requests = [pool.submit(real.request(40, (n + 1,)), streams=True) for n in range(8)]
+            assert sorted(len(process.requests) for process in pool.processes) == [4, 4]
+            answers: list[Chunk] = await real.gather(*(real.whole(pending) for pending in requests))
             assert len({tuple(answer.ids) for answer in answers}) > 1
             for conversation in range(3):
                 prompt = tuple((7 * conversation + n) % 200 for n in range(80))
                 places = []
                 for _ in range(3):
-                    ticket = pool.submit(real.request(30, prompt), streams=True)
-                    places.append(ticket.worker.index)
-                    prompt = (*prompt, *(await real.whole(ticket)).ids)
+                    pending = pool.submit(real.request(30, prompt), streams=True)
+                    places.append(pending.worker.index)
+                    prompt = (*prompt, *(await real.whole(pending)).ids)
                 assert len(set(places)) == 1
 
     real.run(test)
 
 
 @of_shared_pool
-async def test_restarted_workers_open_the_checkpoint_of_the_others(pool: Pool) -> None:
+async def test_restarted_workers_open_the_checkpoint_of_the_others(pool: WorkerPool) -> None:
     """Not the newer one that a trainer has written in the meantime."""
     first = pool.ready[0]
     newer = served.save(Path(pool.config.checkpoint).parents[3], served.make.model(9, seq_len=real.CONTEXT), step=2)

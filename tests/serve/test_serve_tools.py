@@ -14,9 +14,9 @@ from ascendchat.engine.grammar import compiled, vocabulary
 from ascendchat.engine.request import Grammar, Piece
 from ascendchat.serve.answers import TokenReport, chat_logprobs, text_logprobs
 from ascendchat.serve.errors import explained
-from ascendchat.serve.messages import Part
 from ascendchat.serve.protocol import ChatRequest, Function, Tool
 from ascendchat.serve.tools import CallReader, Tools, native, whole_calls
+from ascendchat.serve.worker_messages import Chunk
 
 TEXT = make.tokenizer()
 SPECIAL = TEXT.specials
@@ -89,11 +89,11 @@ def test_exclusive_borders_are_outside_where_tools_are(where: str) -> None:
     assert [value for value in ("5", "5.25", "5.5", "6") if fits(value)] == ["5.25", "5.5"]
 
 
-def parts_of(ids: list[int], stop: tuple[str, ...], size: int) -> Iterator[Part]:
+def parts_of(ids: list[int], stop: tuple[str, ...], size: int) -> Iterator[Chunk]:
     stream = TextStream(TEXT, stop)
     for ids_of_part in cuts(ids, size):
-        yield Part(0, stream.feed_all(ids_of_part), ids_of_part, [-1.0] * len(ids_of_part), [], [])
-    yield Part(0, stream.close(), [], [], [], [], "stop")
+        yield Chunk(0, stream.feed_all(ids_of_part), ids_of_part, [-1.0] * len(ids_of_part), [], [])
+    yield Chunk(0, stream.close(), [], [], [], [], "stop")
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -114,7 +114,7 @@ def test_reported_tokens_are_those_of_the_text(size: int) -> None:
 
 def test_half_a_character_is_told_as_bytes_and_infinity_as_a_number() -> None:
     report = TokenReport(TEXT, everything=True, held=False)
-    part = Part(0, [Piece("text", "")], [0xE4], [float("-inf")], [[(0xE5, -0.5)]], [])
+    part = Chunk(0, [Piece("text", "")], [0xE4], [float("-inf")], [[(0xE5, -0.5)]], [])
     rows = report.feed(part)
     assert text_logprobs(TEXT, rows)["top_logprobs"] == [{"bytes:\\xe4": -9999.0, "bytes:\\xe5": -0.5}]
     assert chat_logprobs(TEXT, rows)["content"][0]["bytes"] == [0xE4]

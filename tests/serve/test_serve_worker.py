@@ -22,8 +22,8 @@ from ascendchat.engine import grammar as module
 from ascendchat.engine.grammar import compiled
 from ascendchat.engine.request import Grammar, Request, Sampling
 from ascendchat.nn.attention import Sdpa
-from ascendchat.serve.messages import LENGTH, Ask, Cancel, Link, Refused, pack
 from ascendchat.serve.worker import Worker, threads
+from ascendchat.serve.worker_messages import LENGTH, Cancel, FrontSocket, Generate, Refused, pack
 
 
 def test_one_core_is_left_to_the_front_unless_the_user_has_named_a_number() -> None:
@@ -39,12 +39,12 @@ class Front:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
-        self.worker = Worker(Link(theirs), make.engine(make.model(), pick("cpu"), Sdpa(), slots=2, context=1024))
+        self.worker = Worker(FrontSocket(theirs), make.engine(make.model(), pick("cpu"), Sdpa(), slots=2, context=1024))
         self.heard = b""
 
     def ask(self, key: int, grammar: Grammar | None = None) -> None:
         sampling = Sampling(max_tokens=1000, stop_tokens=(), tools=False, grammar=grammar)
-        self.socket.send(pack(Ask(key, Request([1, 2, 3], sampling), True)))
+        self.socket.send(pack(Generate(key, Request([1, 2, 3], sampling), True)))
 
     def step(self) -> list[Any]:
         """What the worker says in a round of its loop."""

@@ -62,11 +62,11 @@ def save(
     return run_folder(run, stage) / "step_000001"
 
 
-Ask = Callable[..., tuple[str, str]]
+Generate = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Generate:
     """Runs the command with a text typed behind a pipe: (standard output, standard error)."""
 
     def asked(typed: str, *flags: str) -> tuple[str, str]:
@@ -78,7 +78,7 @@ def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return asked
 
 
-def test_one_shot_prints_the_answer_and_the_machinery_only_when_asked_for(chat: Ask) -> None:
+def test_one_shot_prints_the_answer_and_the_machinery_only_when_asked_for(chat: Generate) -> None:
     folder = save()
     assert chat("not read\n", "-p", "What is 17 + 25?") == ("你好!\n", "")
     out, err = chat("", "-p", "hi", "-v")
@@ -87,7 +87,9 @@ def test_one_shot_prints_the_answer_and_the_machinery_only_when_asked_for(chat: 
     assert chat("", "-p", "hi", "--verbose") == (out, err)
 
 
-def test_each_line_of_a_pipe_is_a_prompt_of_its_own(chat: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_of_a_pipe_is_a_prompt_of_its_own(
+    chat: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save()
     asked, make_prompt = [], terminal.render_prompt
     monkeypatch.setattr(
@@ -101,7 +103,7 @@ def test_each_line_of_a_pipe_is_a_prompt_of_its_own(chat: Ask, tmp_path: Path, m
     assert asked == [[system, {"role": "user", "content": line}] for line in ("你是谁？", "and?")]
 
 
-def test_a_pipe_is_answered_line_by_line_and_commands_work(chat: Ask, tmp_path: Path) -> None:
+def test_a_pipe_is_answered_line_by_line_and_commands_work(chat: Generate, tmp_path: Path) -> None:
     save()
     lines = ["你是谁？", "", f"/save {tmp_path / 'talk.json'}", "/reset", "/temperature 0.5", "/temperature hot"]
     lines += ["/save", f"/save {tmp_path}/no/where", "/what", "and?", f"/save {tmp_path / 'short.json'}"]
@@ -118,7 +120,7 @@ def test_a_pipe_is_answered_line_by_line_and_commands_work(chat: Ask, tmp_path: 
 
 
 @pytest.mark.parametrize("name", [".", "/", "..", "~nobody-of-this-name/x", "a\0b", "a" * 300])
-def test_a_name_that_is_no_file_ends_no_conversation(chat: Ask, name: str) -> None:
+def test_a_name_that_is_no_file_ends_no_conversation(chat: Generate, name: str) -> None:
     save()
     out, err = chat(f"hi\n/save {name}\nand?\n")
     assert out == "你好!\n" * 2
@@ -127,7 +129,7 @@ def test_a_name_that_is_no_file_ends_no_conversation(chat: Ask, name: str) -> No
 
 @pytest.mark.parametrize("flags", [("-p", "hi"), ()])
 def test_control_characters_of_the_model_are_shown_and_not_obeyed(
-    chat: Ask, flags: tuple[str, ...], tmp_path: Path
+    chat: Generate, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     said = "\x1b[31m\x07\x9b\x7f\r\u202e\t!\n"  # byte after byte, each once: the model is a table
     save(follows=make.script([SPECIAL["<|assistant_start|>"], *said.encode(), SPECIAL["<|assistant_end|>"]]))
@@ -137,13 +139,13 @@ def test_control_characters_of_the_model_are_shown_and_not_obeyed(
         assert json.loads((tmp_path / "talk.json").read_text())["messages"][-1]["content"] == said, "as it was said"
 
 
-def test_a_conversation_longer_than_the_context_goes_on(chat: Ask) -> None:
+def test_a_conversation_longer_than_the_context_goes_on(chat: Generate) -> None:
     save(seq_len=64)
     out, _ = chat("a long question that fills the context\n" * 3, "--max-tokens", "20")
     assert out == "你好!\n" * 3
 
 
-def test_a_base_model_continues_the_text_with_a_notice(chat: Ask) -> None:
+def test_a_base_model_continues_the_text_with_a_notice(chat: Generate) -> None:
     save(stage="base", follows=make.script([ord("x"), ord("y"), ord("z"), make.tokenizer().bos]))
     assert chat("", "-p", "wx") == ("yz\n", terminal.BASE_NOTICE + "\n")
 

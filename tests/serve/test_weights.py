@@ -21,9 +21,9 @@ from ascendchat.device import pick
 from ascendchat.engine.request import Completion
 from ascendchat.errors import UserError
 from ascendchat.nn.gpt import GPT
-from ascendchat.serve.messages import Part
-from ascendchat.serve.pool import Failure, Pool
+from ascendchat.serve.pool import AnswerFailed, WorkerPool
 from ascendchat.serve.weights import NAME
+from ascendchat.serve.worker_messages import Chunk
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def reference(seed: int, request: Any) -> Completion:
     return engine.generate([request])[0]
 
 
-def same(answer: Part, expected: Completion) -> bool:
+def same(answer: Chunk, expected: Completion) -> bool:
     close = torch.allclose(torch.tensor(answer.logprobs), torch.tensor(expected.logprobs), atol=1e-4)
     return answer.ids == expected.ids and close
 
@@ -71,20 +71,20 @@ def test_replacements_under_load_never_mix_versions(home: Path) -> None:
     asked = real.request(24, (5, 6, 7), logprobs=True)
     expected = {seed: reference(seed, asked) for seed in range(3)}
     sources = {seed: folder(home, seed) if seed else file(home, seed) for seed in range(3)}
-    answers: list[Part] = []
+    answers: list[Chunk] = []
 
-    async def client(pool: Pool, streams: bool) -> None:
+    async def client(pool: WorkerPool, streams: bool) -> None:
         while True:
             outcome = await real.outcome(pool.submit(asked, streams=streams))
-            if isinstance(outcome, Part):
+            if isinstance(outcome, Chunk):
                 answers.append(outcome)
 
-    async def update(pool: Pool, version: int) -> None:
+    async def update(pool: WorkerPool, version: int) -> None:
         for _ in range(100):
             try:
                 await pool.load(sources[version % 3], version)
                 break
-            except Failure:  # a worker that was killed meanwhile
+            except AnswerFailed:  # a worker that was killed meanwhile
                 await asyncio.sleep(0.2)
         await real.until(lambda: any(answer.versions[0] == version for answer in answers))
 
@@ -201,7 +201,7 @@ def test_weights_that_do_not_fit_change_nothing_anywhere(home: Path) -> None:
             loading = asyncio.ensure_future(pool.load(file(home, 1), 5))
             await asyncio.sleep(0.1)
             os.kill(real.pid(pool.processes[1]), signal.SIGKILL)
-            with pytest.raises(Failure, match="worker 1 has died"):
+            with pytest.raises(AnswerFailed, match="worker 1 has died"):
                 await loading
             await real.until(lambda: len(pool.ready) == 2)
             assert (pool.version, [process.checksum for process in pool.processes]) == (0, before)

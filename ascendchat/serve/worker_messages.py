@@ -1,6 +1,6 @@
-"""What the server's front and its workers say to each other, over a socket of their own (pool.py, worker.py).
+"""Messages between the server's front (pool.py) and its workers (worker.py), and the workers' end of the socket.
 
-The front sends Open first, then Ask, Cancel and Change; a worker sends Ready once, then lists of Begun, Part and
+The front sends Open first, then Generate, Cancel and Change; a worker sends Ready once, then lists of Begun, Chunk and
 Refused (an empty list says that it is still at work), and Done after each Change. On the wire a message is its length
 and its pickle: both ends are the same program, of the same user.
 """
@@ -26,7 +26,7 @@ PauseMode = Literal["wait", "abort", "keep"]
 
 
 def pack(message: Any) -> bytes:
-    """A message as it goes over the wire."""
+    """Pack a message for the wire."""
     content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(content)) + content
 
@@ -38,8 +38,8 @@ class Open(NamedTuple):
     place: int
 
 
-class Ask(NamedTuple):
-    """Answer this. `streams`: parts as they come; else one at the end."""
+class Generate(NamedTuple):
+    """Answer this request. `streams`: chunks as they come; else one at the end."""
 
     key: int
     request: Request
@@ -60,7 +60,7 @@ class Resume(NamedTuple):
     pass
 
 
-class Check(NamedTuple):
+class CheckWeights(NamedTuple):
     """Read these weights (a checkpoint folder or a safetensors file) and see whether they fit, and whether the worker
     has other weights of this version; change nothing. Nothing ("") forgets what was read."""
 
@@ -68,7 +68,7 @@ class Check(NamedTuple):
     version: int = -1
 
 
-class Load(NamedTuple):
+class LoadWeights(NamedTuple):
     """Answer with these weights from now on."""
 
     source: str
@@ -79,7 +79,7 @@ class Change(NamedTuple):
     """Something that the front waits for; Done has the same number."""
 
     number: int
-    what: Pause | Resume | Check | Load
+    what: Pause | Resume | CheckWeights | LoadWeights
 
 
 class Done(NamedTuple):
@@ -93,13 +93,13 @@ class Done(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The first token is there, of an answer that comes in one part."""
+    """The first token is there, of an answer that comes in one chunk."""
 
     key: int
 
 
-class Part(NamedTuple):
-    """What came since the last Part of this key; the last one has a finish reason."""
+class Chunk(NamedTuple):
+    """The piece of an answer since the last Chunk of this key; the last one has a finish reason."""
 
     key: int
     pieces: list[Piece]
@@ -134,17 +134,18 @@ class Ready:
 
 # A child's end of the socket to the server's front (pool.py): messages in, messages out, and the end with the front.
 #
-# link = Link(socket.socket(fileno=fd)); link.stay_while_front_does(); message = link.receive(); link.send(answer)
+# front = FrontSocket(socket.socket(fileno=fd)); front.stay_while_front_does(); front.send(front.receive())
 
 
-class Link:
-    """The child's end."""
+class FrontSocket:
+    """The child's end of the socket."""
 
     def __init__(self, socket: socket.socket) -> None:
         self._socket = socket
+        self.fileno = socket.fileno()  # for select, which says when there is a message
 
     def stay_while_front_does(self) -> None:
-        """From now on the process ends when the front does, whatever it is doing."""
+        """End the process when the front ends, from now on, whatever it is doing."""
         threading.Thread(target=self._end_with_front, daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -157,10 +158,6 @@ class Link:
         """The next message; waits for it."""
         return pickle.loads(self._read(LENGTH.unpack(self._read(LENGTH.size))[0]))
 
-    def fileno(self) -> int:
-        """For select, which says when there is one."""
-        return self._socket.fileno()
-
     def _read(self, size: int) -> bytes:
         try:
             content = self._socket.recv(size, socket.MSG_WAITALL)
@@ -171,14 +168,15 @@ class Link:
         return content
 
     def _end_with_front(self) -> None:
-        """A thread: the main one may be in the middle of a long step, or compile, when the front goes."""
+        """Wait for the end of the front, in a thread: the main one may be in the middle of a long step, or compile,
+        when the front goes."""
         poll = select.poll()
         poll.register(self._socket, 0)  # no event but the end
         poll.poll()
         self._leave()
 
     def _leave(self) -> None:
-        """Nobody waits for an orderly end; what torch.compile has started goes too."""
+        """End at once: nobody waits for an orderly end. What torch.compile has started goes too."""
         if os.getpgid(0) == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(0)
