@@ -78,14 +78,14 @@ def test_a_batch_that_was_asked_for_is_the_one_that_was_planned(monkeypatch: pyt
     asked = {"gradient_accumulation_steps": 4, "total_batch_size": 2**17}[given]
     config = BaseConfig(minutes=5.0, depth=2, **{given: asked})  # type: ignore[arg-type]
     shape, corpora = budget.shape_of(config, 4096), [(SimpleNamespace(tokens=10**7, vocab_size=4096), 1.0)]
-    learner: Any = SimpleNamespace(model=SimpleNamespace(shape=shape), device=pick("cpu"))
+    learner: Any = SimpleNamespace(model=SimpleNamespace(shape=shape), device=pick("cpu"), packaged=[])
     measured: list[Split] = []
 
     def speed(config: Any, learner: Any, corpora: Any, split: Split, say: Any) -> int:
         measured.append(split)
         return 1_000_000
 
-    monkeypatch.setattr(budget, "measured_horizon", speed)
+    monkeypatch.setattr(budget, "measured_token_budget", speed)
     split, steps = budget.plan_run(config, learner, corpora, None, print)  # type: ignore[arg-type]
     assert measured == [split]
     assert asked in (split.accumulation, split.total)
@@ -133,7 +133,7 @@ def test_a_timed_run_reads_the_text_twice_at_most_and_goes_on_with_the_batch_it_
     assert "the text is read " in capsys.readouterr().out
     begun = steps(words)
     assert 20 <= begun < 40
-    monkeypatch.setattr(budget, "measured_horizon", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(budget, "measured_token_budget", lambda *_: pytest.fail("measured again"))
     assert main(["base", *sizes, "--minutes", "1000"]) == 0
     assert steps(words) == begun
 
@@ -153,7 +153,7 @@ def test_a_timed_run_goes_on_with_the_rows_it_began_with(
     assert main(["base", *sizes, "--minutes", "0.0001"]) == 0
     assert row() == 128
     assert "rows of 128 tokens instead of 2048: there is time for few steps" in capsys.readouterr().out
-    monkeypatch.setattr(budget, "expected_horizon", lambda *_: 10**12)
+    monkeypatch.setattr(budget, "expected_token_budget", lambda *_: 10**12)
     assert main(["base", *sizes, "--minutes", "0.0001"]) == 0
     assert row() == 128
     assert "rows of" not in capsys.readouterr().out

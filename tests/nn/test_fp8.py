@@ -78,7 +78,7 @@ def test_a_head_in_8_bits_is_near_the_exact_one_whatever_its_weights_and_the_bat
     head = (torch.randn(256, 128, generator=generator) * size).bfloat16()
     targets = torch.randint(0, 250, (2, 32), generator=generator)
     targets[1, 20:] = IGNORE
-    more = {"weight": torch.tensor(1.0 / tokens), "ahead": torch.tensor(0.4)}
+    more = {"weight": torch.tensor(1.0 / tokens), "mtp_weight": torch.tensor(0.4)}
     exact = gradients_of(hidden, head, targets, **more)
     found = gradients_of(hidden, head, targets, products=Fp8Head(lambda function: function), **more)
     assert found[0] == pytest.approx(exact[0], rel=0.02)
@@ -105,7 +105,7 @@ def test_a_timed_run_scales_gradients_for_its_own_batch(
 ) -> None:
     """Its batch is known only when the speed is."""
     monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: Eight())
-    monkeypatch.setattr(budget, "measured_horizon", lambda *_: 3_000_000)
+    monkeypatch.setattr(budget, "measured_token_budget", lambda *_: 3_000_000)
     data = prepared_home(tmp_path)
     for more in (["--steps", "4"], ["--minutes", "5"]):
         assert main(["base", data, *SIZES, "--run", more[0][2:], *more]) == 0

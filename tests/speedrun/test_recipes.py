@@ -412,4 +412,4 @@ def test_what_is_not_known_is_not_shown_as_nothing(capsys: pytest.CaptureFixture
     assert ["1", "rl", "?", "?", "?", "-"] in lines
     assert ["together", "?", "?", "?", "-"] in lines
     assert cli.main(["speedrun", "d20-910b-8", "--dry-run", "--only", "tokenizer,base"]) == 0
-    assert "together         7.97 h + ?     59.20 GiB   34.02 GiB   -\n" in capsys.readouterr().out
+    assert "together         7.97 h + ?     58.78 GiB   34.02 GiB   -\n" in capsys.readouterr().out
