@@ -2,8 +2,8 @@
 
     writer = Writer(folder)                                   # runs/NAME/base
     writer.save(step, model=..., shards=..., state={...})     # returns at once; a thread writes
-    found = newest(folder)                                    # verified; a damaged one is named and the one before used
-    optimizer.load(found.reader(), found.step)                # or found.model() for the weights alone
+    saved = newest(folder)                                    # verified; a damaged one is named, the one before used
+    optimizer.load(saved.reader(), saved.step)                # or saved.model() for the weights alone
 
 A checkpoint is the folder step_000123 with model.safetensors, one optim-R-of-N.safetensors per rank (and one
 extra-R-of-N.safetensors where a stage keeps more than that), state.json and manifest.json (sizes and sha256). It is
@@ -30,20 +30,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ascendchat.config import NotSaved
-from ascendchat.errors import UserError
+from ascendchat.config import load_yaml
+from ascendchat.errors import NotSaved, UserError
 from ascendchat.files import flush, sha256, usual_mode, write_atomic
 from ascendchat.parallel import collectives
-from ascendchat.processes import ended
-from ascendchat.runs.run import begun_by_this_launch, checkpoints, earlier
+from ascendchat.processes import lost_ranks
+from ascendchat.runs.run import begun_by_this_launch, checkpoints, old_models
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [start, stop) of one state tensor of one parameter: what a rank saves, and how it is found again."""
+    """Elements [start, stop) of one state tensor of one parameter: the unit that a rank saves and any rank reads."""
 
     parameter: str
-    kind: str  # "weight" (float32), "first", "second", "mean"
+    kind: str  # "weight" (float32), "first" and "second" moment, "mean" of late weights
     start: int
     stop: int
 
@@ -56,11 +56,11 @@ class Shard:
         return cls(parameter, kind, int(start), int(stop))
 
 
-WRITING = "checkpoint"  # name of the thread
+WRITING = "checkpoint"  # name of the thread that writes
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
-PATIENCE = 5.0  # seconds after which somebody who waits is told what for
-TRIES, PAUSE = 5, 12.0  # of the last save, and the seconds between them: a minute
-UNWRITTEN = (OSError, SafetensorError)  # what a full or failing disk raises
+PATIENCE = 5.0  # seconds of waiting after which a line says what for
+TRIES, PAUSE = 5, 12.0  # attempts of the last save, and the seconds between them: a minute
+UNWRITTEN = (OSError, SafetensorError)  # raised for a full or failing disk
 MAX_FAILED = 3  # saves in a row; then a new process, perhaps on another node, is more likely to save
 
 
@@ -73,44 +73,44 @@ class _PartMissing(Exception):
 
 
 def pause(seconds: float) -> None:
-    """Between two tries of the last save."""
+    """Wait between two attempts of the last save; tests replace it."""
     time.sleep(seconds)
 
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory that later steps cannot change."""
+    """Copy tensors to host memory, where later steps cannot change them."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file of contiguous tensors in host memory."""
+    """Write a safetensors file; the tensors are contiguous and in host memory."""
     save_file(tensors, path, metadata)
     usual_mode(path)
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """A safetensors file with these weights alone, to be sent over a connection."""
+    """Write a safetensors file with these weights alone, to be sent over a connection."""
     write_tensors(path, host_copy(weights))
 
 
 class Writer:
-    """Saves checkpoints from a background thread; at most one is under way. A save that fails is said, and training
-    goes on to the next; MAX_FAILED in a row, and a last one that fails TRIES times, end the run by NotSaved."""
+    """Saves checkpoints from a background thread, one at a time. A save that fails is reported, and training goes on to
+    the next one; MAX_FAILED in a row, or a last one that fails TRIES times, end the run by NotSaved."""
 
     def __init__(self, folder: Path, *, keep: int = 2, say: Callable[[str], None] = print) -> None:
-        """On every rank. Drafts of a killed run are deleted before any rank may write."""
+        """Every rank makes one. Drafts of a killed run are deleted before any rank may write."""
         self.folder, self.keep, self.say = Path(folder), keep, say
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._failed = 0  # saves in a row
-        self._given_up: int | None = None  # the step whose save has ended the run
-        self._stuck: set[Path] = set()  # what could not be deleted, said once each
+        self._given_up: int | None = None  # step of the save that ends the run
+        self._stuck: set[Path] = set()  # folders that could not be deleted, each reported once
         self.folder.mkdir(parents=True, exist_ok=True)
         if collectives.world().rank == 0:
-            left = [".step_*.writing", ".deleted_*", f"../.deleted_{self.folder.name}.old*"]
-            for path in [path for form in left for path in self.folder.glob(form)]:
+            leftovers = [".step_*.writing", ".deleted_*", f"../.deleted_{self.folder.name}.old*"]
+            for path in [path for pattern in leftovers for path in self.folder.glob(pattern)]:
                 self._delete(path)
-            for path in self.folder.glob(".*.tmp"):  # of files that `write_atomic` replaces
+            for path in self.folder.glob(".*.tmp"):  # left by `write_atomic`
                 with contextlib.suppress(OSError):
                     path.unlink()
         collectives.barrier()
@@ -126,7 +126,7 @@ class Writer:
         last: bool = False,
     ) -> None:
         """Copy everything to the host, then write it while training goes on. `model` and `state` matter on rank 0;
-        `extra`: what else a stage wants to find again, of each rank; `last`: there will be no later one."""
+        `extra`: further tensors of each rank that the stage needs to resume; `last`: no later save will follow."""
         self.wait()
         world = collectives.world()
         weights = host_copy(model) if world.rank == 0 else {}
@@ -145,7 +145,7 @@ class Writer:
             self._name("best", f"step_{step:06d} {score!r}\n")
 
     def _best(self) -> tuple[str, float | None]:
-        """Name and score of the best checkpoint; the file holds both, so that a resumed run knows them."""
+        """Name and score of the best checkpoint, from the file `best`: a resumed run needs both."""
         try:
             name, score = (self.folder / "best").read_text(encoding="utf-8").split()
             return (name, float(score)) if not math.isnan(float(score)) else ("", None)
@@ -153,7 +153,7 @@ class Writer:
             return "", None
 
     def wait(self) -> None:
-        """Until the checkpoint under way is on disk."""
+        """Wait until the checkpoint under way is on disk."""
         if self._thread is not None:
             self._thread.join(PATIENCE)
             if self._thread.is_alive():
@@ -167,14 +167,14 @@ class Writer:
             ) from self._error
 
     def failed(self) -> bool:
-        """Whether the save that was begun last has failed."""
+        """True if the save that was begun last has failed."""
         self.wait()
         return self._failed > 0
 
     def forget_earlier(self) -> None:
-        """The run is finished: earlier models of its folder (runs/run.py) are no longer needed."""
+        """Delete earlier models of the run's folder (runs/run.py), which a finished run needs no longer."""
         if collectives.world().rank == 0:
-            for old in earlier(self.folder):
+            for old in old_models(self.folder):
                 self._delete(old)
 
     def _run(self, tries: int, step: int, weights: Any, parts: Any, state: str, rank: int, size: int) -> None:
@@ -184,7 +184,7 @@ class Writer:
                 self._write(draft, step, weights, parts, state, rank, size)
                 self._failed = 0
                 return
-            except BaseException as error:  # noqa: BLE001 (it is said here, or raised by wait in the training thread)
+            except BaseException as error:  # noqa: BLE001 (reported here, or raised by wait in the training thread)
                 self._error = error
                 with contextlib.suppress(OSError):  # a full disk mostly has room for the name
                     (draft / f"failed-{rank}").write_text(str(error))
@@ -204,11 +204,11 @@ class Writer:
             self._delete(draft)
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # standard output may be closed
             self.say(text)
 
     def _name(self, name: str, content: str) -> None:
-        """Write `latest` or `best`: without them a checkpoint is found as well."""
+        """Write `latest` or `best`; a failure is harmless, since `newest` reads the folder itself."""
         try:
             write_atomic(self.folder / name, content)
         except OSError as error:
@@ -242,14 +242,14 @@ class Writer:
         flush(draft)
         if final.exists():  # the same step again, after a resume
             self._delete(final)
-        draft.rename(final)  # what fails from here on leaves a whole checkpoint
+        draft.rename(final)  # a failure from here on leaves a whole checkpoint
         with contextlib.suppress(OSError):
             for index in range(size):
                 (final / f"part-{index}").unlink()
             flush(self.folder)
         self._name("latest", final.name + "\n")
         self._retain(step)
-        for old in earlier(self.folder):
+        for old in old_models(self.folder):
             if step >= max(checkpoints(old), default=0):
                 self._delete(old)
 
@@ -258,32 +258,32 @@ class Writer:
         return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
     def _collect(self, draft: Path, size: int) -> dict[str, Any]:
-        """The parts of all ranks, waiting for those still writing."""
-        deadline, found = time.monotonic() + PART_TIMEOUT, {}
+        """Manifest entries of the parts of all ranks, waiting for those still writing."""
+        deadline, entries = time.monotonic() + PART_TIMEOUT, {}
         for index in range(size):
             part = draft / f"part-{index}"
             while not part.exists():
                 if (failed := draft / f"failed-{index}").exists():
                     raise OSError(f"rank {index} could not write its part: {failed.read_text() or 'no room'}")
-                if index in ended() and not part.exists():
+                if index in lost_ranks() and not part.exists():
                     raise _PartMissing(f"rank {index} has ended and did not write its part")
                 if time.monotonic() > deadline:
                     raise _PartMissing(f"rank {index} did not write its part; is {self.folder} shared by all nodes?")
                 time.sleep(0.02)
-            found.update(json.loads(part.read_text()))
-        return found
+            entries.update(json.loads(part.read_text()))
+        return entries
 
     def _retain(self, last: int) -> None:
-        """Keep the last few up to the one just written, and the best of this run. Later ones are damaged, since the run
-        did not go on behind them: it will write them again."""
+        """Delete all but the last few up to the one just written, and the best of this run. Later ones are damaged,
+        since the run did not resume behind them: it will write them again."""
         best, _ = self._best()
         for step in [step for step in checkpoints(self.folder) if step <= last][: -self.keep]:
             if f"step_{step:06d}" != best:
                 self._delete(self.folder / f"step_{step:06d}")
 
     def _delete(self, path: Path) -> None:
-        """Delete a folder. Its name is free at once; files that cannot go (NFS keeps what somebody reads) do not end a
-        run: they are named, and tried again when the next run starts."""
+        """Delete a folder. Its name is free at once; files that cannot be removed (NFS keeps open ones) do not end a
+        run: they are reported, and deleted when the next run starts."""
         gone = path if path.name.startswith(".deleted_") else path.with_name(f".deleted_{path.name}_{time.time_ns()}")
         try:
             path.rename(gone)
@@ -306,6 +306,22 @@ class Checkpoint:
         return int(self.state["step"])
 
     @property
+    def name(self) -> str:
+        """The name of its run."""
+        return self.folder.parent.parent.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The flags that its stage was trained with; empty when it was moved away from its run."""
+        path = self.folder.parent / "config.yaml"
+        return load_yaml(path) if path.is_file() else {}
+
+    @property
+    def results_folder(self) -> Path:
+        """The stage's folder in its run: evaluations of the model write their results for it."""
+        return self.folder.parent
+
+    @property
     def fingerprint(self) -> str:
         """Identity of the weights."""
         manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
@@ -317,25 +333,25 @@ class Checkpoint:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
     def index(self) -> dict[tuple[str, str], list[tuple[Shard, Path]]]:
-        """Where the shards of every state tensor are."""
-        found: dict[tuple[str, str], list[tuple[Shard, Path]]] = {}
+        """Files and shards of every state tensor, by parameter and kind."""
+        index: dict[tuple[str, str], list[tuple[Shard, Path]]] = {}
         manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
         for path in sorted(self.folder / name for name in manifest["files"] if name.startswith("optim-")):
             with safe_open(path, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict)
                     shard = Shard.parse(key)
-                    found.setdefault((shard.parameter, shard.kind), []).append((shard, path))
-        return found
+                    index.setdefault((shard.parameter, shard.kind), []).append((shard, path))
+        return index
 
     def extras(self) -> list[dict[str, Tensor]]:
-        """What the stage has kept besides, of each rank that had something, in their order."""
-        found = [re.fullmatch(r"extra-(\d+)-of-\d+\.safetensors", path.name) for path in self.folder.iterdir()]
-        names = sorted((int(match[1]), match[0]) for match in found if match)
+        """The stage's further tensors (`Writer.save(extra=...)`) of each rank that had some, in the order of ranks."""
+        matches = [re.fullmatch(r"extra-(\d+)-of-\d+\.safetensors", path.name) for path in self.folder.iterdir()]
+        names = sorted((int(match[1]), match[0]) for match in matches if match)
         return [read_file(self.folder / name) for _, name in names]
 
     def reader(self) -> Callable[[Shard], Tensor]:
-        """A function that puts any shard of the optimizer's state together from whoever saved it; an imported model has
-        no such state, but weights."""
+        """A function that assembles any shard of the optimizer's state, however many ranks saved it; an imported model
+        has weights alone."""
         index = self.index()
 
         def read(wanted: Shard) -> Tensor:
@@ -345,7 +361,7 @@ class Checkpoint:
             if not index:
                 raise UserError(
                     f"{self.folder} was imported without the state of its optimizer; start a stage from it without "
-                    "--warm-start"
+                    "--load-optimizer"
                 )
             if (wanted.parameter, wanted.kind) not in index:
                 raise UserError(
@@ -372,8 +388,8 @@ class Checkpoint:
 
 
 def verify(folder: Path, *, optimizer: bool = True) -> Checkpoint:
-    """Check the files against the manifest; raise Damaged with the file's name. Who only uses the model leaves the
-    optimizer's files alone: they are four times as large, and may have been deleted."""
+    """Check the files against the manifest; raise Damaged with the file's name. Without `optimizer` only those of the
+    model: the optimizer's are four times as large, and may have been deleted."""
     manifest = _read_object(folder / "manifest.json")
     try:
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
@@ -399,18 +415,18 @@ def verify(folder: Path, *, optimizer: bool = True) -> Checkpoint:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds names and values."""
+    """Read a JSON file that holds an object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # the last: thousands of brackets
         raise Damaged(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise Damaged(f"{path} cannot be read: it holds no object")
-    return found
+    return values
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, as it came over a connection; mapped into memory, not read."""
+    """The tensors of a safetensors file that is not in a manifest; mapped into memory, not read."""
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -418,9 +434,38 @@ def read_file(path: Path) -> dict[str, Tensor]:
         raise Damaged(f"this is not a whole safetensors file ({error})") from None
 
 
+class Unfit(ValueError):
+    """Weights that a model cannot take: `weight` names the first wrong one, `kind` is missing, unknown, shape, dtype or
+    finite."""
+
+    def __init__(self, weight: str, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.weight, self.kind = weight, kind
+
+
+def check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, finite: bool = True) -> None:
+    """Raise Unfit unless `weights` can replace `own`, the state dict of a model: the same names, shapes and kinds of
+    numbers. `finite`: also that no number is infinite or NaN in the model's dtypes, which reads all of them."""
+    if odd := sorted(set(own) ^ set(weights)):
+        kind = "missing" if odd[0] in own else "unknown"
+        raise Unfit(odd[0], kind, f"these weights do not fit the model: {odd[0]} is {kind}")
+    for name, tensor in own.items():
+        given = weights[name]
+        if given.shape != tensor.shape:
+            sizes = f"{tuple(given.shape)} instead of {tuple(tensor.shape)}"
+            raise Unfit(name, "shape", f"these weights do not fit the model: {name} is {sizes}")
+        if given.is_floating_point() != tensor.is_floating_point():
+            kinds = f"{given.dtype} instead of {tensor.dtype}"
+            raise Unfit(name, "dtype", f"these weights do not fit the model: {name} is {kinds}")
+    for name, tensor in own.items() if finite else ():
+        if not weights[name].to(tensor.dtype).isfinite().all():  # a large number is not, in 16 bits
+            numbers = f"numbers that are not finite, in {name} as {tensor.dtype}"
+            raise Unfit(name, "finite", f"these weights hold {numbers}")
+
+
 def to_continue(folder: Path, resume: str, *, say: Callable[[str], None] = print) -> Checkpoint | None:
-    """The checkpoint that a training run goes on from. `never` means: from nothing that was there before this launch,
-    so a restart by the launcher goes on from what the launch itself has saved."""
+    """The checkpoint that a training run resumes from. `never` ignores checkpoints from before this launch: a restart
+    by the launcher resumes from those that the launch itself has saved."""
     anew = collectives.broadcast_object(resume == "never" and not begun_by_this_launch(folder))
     return None if anew else newest(folder, say=say)
 

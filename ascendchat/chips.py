@@ -1,5 +1,6 @@
-"""Facts per chip: memory, peak FLOP/s, bandwidth, links, dtypes. Read by `ascendchat plan --chip Ascend910B3`,
-by the device layer and by `ascendchat doctor`. No torch here.
+"""Facts per chip (CHIPS: memory, peak FLOP/s, bandwidth, links, dtypes) and per type of device (KINDS). No torch here.
+
+Read by `ascendchat plan --chip Ascend910B3`, by device/, sizes/, the config and `ascendchat doctor`.
 
 Names are matched whole, never by a part: a driver says "Ascend910B" for a 2019 chip without bf16, "Ascend910B3" for
 a 2023 chip with it. A person who types 910B means the second kind, so `find` asks which one. Other families of chips
@@ -13,31 +14,13 @@ import dataclasses
 import difflib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from ascendchat.errors import UserError
 
 MIB, GIB = 1 << 20, 1 << 30
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What the parts of one device type share."""
-
-    visible: str  # environment variable that lists the devices a process may use; "" where there is none
-    collective: str  # backend of torch.distributed
-    tool: str  # the vendor's command-line tool; "" where there is none
-    title: str  # for sentences
-    bitsandbytes: bool = False  # whether it is used there, to hold the base of adapters in 4 bits
-
-
-KINDS = {  # in the order of preference when no device type is named
-    "npu": _Kind("ASCEND_RT_VISIBLE_DEVICES", "hccl", "npu-smi", "Ascend NPU"),
-    "cuda": _Kind("CUDA_VISIBLE_DEVICES", "nccl", "nvidia-smi", "NVIDIA GPU", bitsandbytes=True),
-    "mps": _Kind("", "gloo", "", "Apple GPU"),
-    "cpu": _Kind("", "gloo", "", "CPU", bitsandbytes=True),
-}
 
 
 @dataclass(frozen=True)
@@ -54,7 +37,6 @@ class Chip:
     bf16: bool = True
     fp8: bool = False
     fused_attention: bool = True  # has a fused attention kernel with a backward pass
-    fused_mlp: bool = False  # training squares the MLP's hidden layer as it is made, and keeps it once
     graphs: bool = False  # can capture work once and replay it
     fused_adamw: bool = True  # has AdamW as one operator
     trains: bool = True  # False: made and supported for inference only
@@ -220,13 +202,110 @@ _CPU = Chip(
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in [*_ASCEND, *_NVIDIA, *_APPLE, _CPU]}
 
 
+@dataclass(frozen=True)
+class MemoryTraits:
+    """Memory that a type of device needs beside the tensors themselves, for sizes/memory.py."""
+
+    context: int  # runtime and kernels of one process, on top of what the driver holds
+    collectives: int = 0  # buffers of one communicator: send and receive
+    softmax: int = 4  # bytes per query head and token that fused attention keeps for the backward pass: one fp32 sum
+    always_fused: bool = False  # attention never keeps its probabilities, whatever the chip
+    rotations: int = 2  # copies of queries and keys that are kept on their way through norm and rotation
+    gradient_buffers: bool = False  # the gradient of fused attention is made in float32, beside its result
+    compiled: bool = False  # the model is compiled: float32 steps between two 16-bit tensors are not stored
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of device: everything that depends on it and not on the single chip."""
+
+    title: str  # for sentences
+    module: str  # the file with its Device; device/__init__.py says what is in it
+    default: Chip  # cautious figures for a chip that CHIPS does not list
+    collective: str  # backend of torch.distributed
+    memory: MemoryTraits
+    mfu: float  # share of the chip's peak that training reaches
+    visible: str = ""  # environment variable that lists the devices a process may use; "" where there is none
+    tool: str = ""  # the vendor's command-line tool; "" where there is none
+    half: bool = True  # trains in 16 bits; False: float32
+    emulates_bf16: bool = False  # computes bfloat16 in software, so it may be asked for on any chip
+    bitsandbytes: bool = False  # bitsandbytes is used there, to hold the base of adapters in 4 bits
+    cann: bool = False  # needs CANN and torch_npu
+    vllm: str = ""  # the package by which vLLM generates there; "": it does not
+    environment: dict[str, str] = field(default_factory=dict)  # set before torch is imported, unless the user has
+    generating: dict[str, str] = field(default_factory=dict)  # ... where the command decodes with captured graphs
+
+
+KINDS = {  # in the order of preference when no device type is named
+    "npu": Kind(
+        title="Ascend NPU",
+        module="ascendchat.device.npu",
+        default=_OLD,
+        collective="hccl",
+        # A communicator holds 2 x 200 MB; the attention kernel keeps its maxima and its sums as fp32 x 8, 64 bytes
+        # together; the fused rotation keeps its input too.
+        memory=MemoryTraits(512 * MIB, 400 * MIB, softmax=64, rotations=3, gradient_buffers=True),
+        mfu=0.25,  # published ports reach 17-29 %
+        visible="ASCEND_RT_VISIBLE_DEVICES",
+        tool="npu-smi",
+        cann=True,
+        vllm="vllm-ascend",
+        environment={
+            "TASK_QUEUE_ENABLE": "2",  # launches and workspace of operators each get their own host thread
+            "CPU_AFFINITY_CONF": "1",  # bind host threads to the cores near their NPU
+            "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # less fragmentation
+            "HCCL_CONNECT_TIMEOUT": "600",  # seconds; 120, the default, is short when ranks load data at other speeds
+        },
+        generating={"TASK_QUEUE_ENABLE": "1"},  # torch_npu captures no graph in mode 2
+    ),
+    "cuda": Kind(
+        title="NVIDIA GPU",
+        module="ascendchat.device.cuda",
+        default=CHIPS["Tesla T4"],
+        collective="nccl",
+        memory=MemoryTraits(1 * GIB, 400 * MIB, rotations=1, compiled=True),  # norm and rotation are one Triton kernel
+        mfu=0.46,  # an H200 had 46-48 % at first, since then up to 55 % (bf16, depth 12 and 20, 16 to 64 rows)
+        visible="CUDA_VISIBLE_DEVICES",
+        tool="nvidia-smi",
+        bitsandbytes=True,
+        vllm="vllm",
+        environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    ),
+    "mps": Kind(
+        title="Apple GPU",
+        module="ascendchat.device.mps",
+        default=CHIPS["Apple M1"],
+        collective="gloo",
+        memory=MemoryTraits(1 * GIB),
+        mfu=0.30,  # a cautious guess
+        half=False,
+    ),
+    "cpu": Kind(
+        title="CPU",
+        module="ascendchat.device.cpu",
+        default=_CPU,
+        collective="gloo",
+        memory=MemoryTraits(1 * GIB, always_fused=True),
+        mfu=0.58,  # 58-61 % of the peak of products measured
+        half=False,
+        emulates_bf16=True,
+        bitsandbytes=True,
+        vllm="vllm",
+    ),
+}
+
+
 def _key(name: str) -> str:
     """Spellings that mean the same: letter case, blanks, `Ascend 910B3`, `昇腾910B3`."""
     words = " ".join(name.casefold().replace("昇腾", "ascend").split())
     return re.sub(r"^ascend[ -]", "ascend", words)
 
 
-_BY_NAME = {_key(spelling): chip for chip in CHIPS.values() for spelling in (chip.name, *chip.aliases)}
+@cache
+def _spellings() -> dict[str, tuple[str, Chip]]:
+    """Every spelling of every chip, by its key."""
+    return {_key(name): (name, chip) for chip in CHIPS.values() for name in (chip.name, *chip.aliases)}
+
 
 # Names that people use for several chips with different figures: a silent guess between them would be wrong.
 _A2_CARDS = "the Atlas A2 cards are Ascend910B1, Ascend910B2, Ascend910B3 (64 GB) and Ascend910B4 (32 GB)"
@@ -256,26 +335,25 @@ def find(name: str) -> Chip:
     meant = _MEANT.get(_key(name).replace(" ", "-"))
     if meant:
         raise UserError(f"{name!r} does not name one chip ({meant}); give one, `ascendchat doctor` shows yours")
-    chip = _BY_NAME.get(_key(name))
-    if chip is not None:
-        return chip
-    spelled = {_key(spelling): spelling for c in CHIPS.values() for spelling in (c.name, *c.aliases)}
-    near = [spelled[key] for key in difflib.get_close_matches(_key(name), list(spelled), n=3, cutoff=0.6)]
+    spellings = _spellings()
+    if _key(name) in spellings:
+        return spellings[_key(name)][1]
+    near = [spellings[key][0] for key in difflib.get_close_matches(_key(name), list(spellings), n=3, cutoff=0.6)]
     hint = f"the nearest are {', '.join(near)}" if near else "for example Ascend910B3, Ascend910_9392, H100 or cpu"
     raise UserError(f"there is no chip {name!r} in the table; {hint}")
 
 
 def unknown(name: str, device_type: str, memory: int) -> Chip:
     """Cautious figures for a chip that is there but not in the table: slow, no bf16, no fused kernels."""
-    base = {"npu": _OLD, "cuda": CHIPS["Tesla T4"], "mps": CHIPS["Apple M1"], "cpu": _CPU}[device_type]
     source = f"{name} is not in the chip table: cautious figures, so plans are only rough and MFU is not shown"
-    named = dataclasses.replace(base, name=name, memory=memory, source=source, known=False)
+    default = KINDS[device_type].default
+    named = dataclasses.replace(default, name=name, memory=memory, source=source, known=False)
     return dataclasses.replace(named, reserved=0, aliases=(), jit_default=False)
 
 
 def detected(name: str, device_type: str, memory: int) -> Chip:
     """The chip a driver reported, with the memory the driver reported (bytes; 0 where it says nothing)."""
-    chip = _BY_NAME.get(_key(name))
+    _, chip = _spellings().get(_key(name), ("", None))
     if chip is None or chip.device_type != device_type:
         return unknown(name, device_type, memory)
     return dataclasses.replace(chip, memory=memory, reserved=0) if memory else chip

@@ -12,12 +12,15 @@ import sys
 import traceback
 from typing import Any
 
-from ascendchat.config import install_command, parse, wants_help
+from ascendchat.config.commands import DeviceConfig
+from ascendchat.config.flags import UnknownSetting, flags_of, parse, wants_help
+from ascendchat.config.generate import EvalChatConfig, ModelConfig, NamedModelConfig
 from ascendchat.config.help import help_page
 from ascendchat.config.language import language, translate
+from ascendchat.config.train import TrainConfig
 from ascendchat.errors import UserError, nearest
 from ascendchat.processes import record_error
-from ascendchat.version import __version__
+from ascendchat.version import __version__, install_command
 
 # command: (config class, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -81,7 +84,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 
 
-# Modules of the packages in pyproject.toml, one of which may be missing where the wheel was installed alone.
+# Modules of the dependencies in pyproject.toml; one may be missing if the wheel was installed without dependencies.
 NEEDED = set(
     "torch numpy yaml rich safetensors httpx pyarrow zstandard regex tiktoken tokenizers fastapi uvicorn httptools "
     "prometheus_client llguidance matplotlib".split()
@@ -89,18 +92,18 @@ NEEDED = set(
 
 
 class _Printed(io.RawIOBase):
-    """Standard output or error: what finds no room is lost, which is said once, so that a full disk below a log does
-    not end days of training; nor does a reader who is gone, if `trains`."""
+    """Standard output or error of a command. On a full disk output is dropped with one warning, so that a log does not
+    end days of training; with `trains` a closed pipe is ignored too."""
 
     def __init__(self, number: int, trains: bool) -> None:
         self.number, self.lost = number, False
-        self.endured = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *([errno.EPIPE] if trains else [])}
+        self.ignored = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *([errno.EPIPE] if trains else [])}
 
     def write(self, data: Any) -> int:
         try:
             return os.write(self.number, data)
         except OSError as error:
-            if error.errno not in self.endured:
+            if error.errno not in self.ignored:
                 raise
             if not self.lost and self.number == 1 and error.errno != errno.EPIPE:
                 text = f"what is printed is lost from here on ({error.strerror}); make room there, or send it elsewhere"
@@ -120,8 +123,8 @@ class _Printed(io.RawIOBase):
 
 
 def _settle_streams(trains: bool) -> list[_Printed]:
-    """Closed streams lead nowhere, or the next file that is opened would get their numbers and what is printed; and a
-    stream that finds no room is no error. Streams that a program has replaced are left alone."""
+    """Open closed standard streams on /dev/null, because the next file that is opened would get their number and all
+    output; wrap stdout and stderr in _Printed. Streams that a program has replaced stay as they are."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -129,21 +132,21 @@ def _settle_streams(trains: bool) -> list[_Printed]:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (as long as the process)
-    found = []
+    wrapped = []
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
         if isinstance(old, io.TextIOWrapper) and old is getattr(sys, f"__{name}__") and old.fileno() == number:
             old.flush()
             printed, direct = _Printed(number, trains), old.write_through
             buffer: Any = printed if direct else io.BufferedWriter(printed)
-            ways: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "encoding": old.encoding,
                 "errors": old.errors,
                 "line_buffering": old.line_buffering,
             }
-            setattr(sys, name, io.TextIOWrapper(buffer, write_through=direct, **ways))
-            found.append(printed)
-    return found
+            setattr(sys, name, io.TextIOWrapper(buffer, write_through=direct, **options))
+            wrapped.append(printed)
+    return wrapped
 
 
 def _load(prefix: str, target: str) -> Any:
@@ -167,7 +170,7 @@ def _group(word: str) -> list[str]:
 
 
 def split_command(argv: list[str]) -> tuple[str, list[str]]:
-    """Split argv into the command (one or two words) and its arguments, or say which command was nearest."""
+    """Split argv into the command (one or two words) and its arguments; a UserError names the nearest command."""
     for words in (2, 1):
         name = " ".join(argv[:words])
         if name in COMMANDS:
@@ -179,9 +182,9 @@ def split_command(argv: list[str]) -> tuple[str, list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, 1 for a failure that was reported, 2 for wrong input, 130 for Ctrl-C,
-    71 where a device's memory ran out and only a new process can go on, 75 for what could not be saved."""
+    71 if a device's memory ran out and only a new process can go on, 75 if a result could not be saved."""
     argv = sys.argv[1:] if argv is None else argv
-    trains = _trains(argv)  # what it did is in its run folder
+    trains = _trains(argv)  # its results are in its run folder
     streams = _settle_streams(trains)
     if language() == "zh" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console may not know every character
@@ -197,12 +200,12 @@ def main(argv: list[str] | None = None) -> int:
 def _trains(argv: list[str]) -> bool:
     with contextlib.suppress(UserError, IndexError):
         name, _ = split_command(argv)
-        return hasattr(_load("config.", COMMANDS[name][0]), "save_every")
+        return issubclass(_load("config.", COMMANDS[name][0]), TrainConfig)
     return False
 
 
 def _missing(error: ModuleNotFoundError) -> UserError | None:
-    """The sentence for a package of ours that is not installed."""
+    """A UserError for a package in NEEDED that is not installed."""
     name = (error.name or "").partition(".")[0]
     return UserError(f"{name} is not installed; type: {install_command()}") if name in NEEDED else None
 
@@ -228,14 +231,14 @@ def _main(argv: list[str]) -> int:
             sys.stdout.write(help_page(f"ascendchat {name}", cls))
             return 0
         config = parse(cls, rest)
-        return execute(
-            _load("", function) if not hasattr(config, "npu_debug") else _computing(config, function), config
-        )
+        computes = isinstance(config, DeviceConfig)
+        return execute(_computing(config, function) if computes else _load("", function), config)
     except (UserError, ModuleNotFoundError) as raised:
         error = raised if isinstance(raised, UserError) else _missing(raised)
         if error is None:
             raise
-        print(f"ascendchat {name}: {translate(str(error))}", file=sys.stderr)
+        text = _with_owners(error) if isinstance(error, UnknownSetting) else str(error)
+        print(f"ascendchat {name}: {translate(text)}", file=sys.stderr)
         record_error(error)
         return error.status
     except KeyboardInterrupt:
@@ -243,21 +246,28 @@ def _main(argv: list[str]) -> int:
         return 130
 
 
-def _computing(config: Any, function: str) -> Any:
-    """Commands that import torch first get the environment of their device."""
+def _with_owners(error: UnknownSetting) -> str:
+    """The sentence for a flag that this command does not have, with the commands that have it."""
+    owners = [name for name, (config, _, _) in COMMANDS.items() if error.name in flags_of(_load("config.", config))]
+    return f"{error}; these commands have it: {', '.join(owners)}" if owners else str(error)
+
+
+def _computing(config: DeviceConfig, function: str) -> Any:
+    """Prepare the environment of the device, then import the command, which imports torch."""
     from ascendchat.device.env import announce, prepare_environment
     from ascendchat.runs.run import read_ahead
 
     announce(prepare_environment(config.device_type, debug=config.npu_debug, generates=config.generates))
-    opens = hasattr(config, "checkpoint") and function != "serve.command:run"  # whose workers open the model
-    if opens and os.environ.get("RANK", "0") == "0":
-        read_ahead(config.run, getattr(config, "stage", "base"), config.checkpoint)
+    first = os.environ.get("RANK", "0") == "0" and function != "serve.command:run"  # whose workers open the model
+    if first and isinstance(config, NamedModelConfig):
+        stage = config.stage if isinstance(config, (ModelConfig, EvalChatConfig)) else "base"
+        read_ahead(config.run, stage, config.checkpoint)
     return _load_with_torch(function)
 
 
 def _load_with_torch(function: str) -> Any:
-    """The quarter of a million objects that importing torch makes stay: they are never searched for garbage,
-    which took 0.3 s until a command began, and 0.1 s of each full search in training."""
+    """Import the command with its torch, and exclude the quarter of a million objects that this makes from garbage
+    collection: it took 0.3 s until a command began, and 0.1 s of each full collection in training."""
     first = "torch" not in sys.modules
     gc.disable()
     try:
@@ -269,12 +279,12 @@ def _load_with_torch(function: str) -> Any:
 
 
 def execute(function: Any, config: Any) -> int:
-    """Call the command; an uncaught error is shown whole, then explained if we know it."""
+    """Call the command; an uncaught error is printed with its traceback, then explained if a rule of `explain` fits."""
     try:
         return int(function(config) or 0)
     except (UserError, KeyboardInterrupt, BrokenPipeError):
         raise
-    except Exception as error:  # noqa: BLE001 (everything is shown whole, then explained)
+    except Exception as error:  # noqa: BLE001 (every error is printed, then explained)
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             raise UserError(
                 f"{str(error.filename)[:60]}...: no file can have so long a name; give a shorter one"

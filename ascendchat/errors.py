@@ -23,6 +23,12 @@ class OutOfMemory(UserError):
     status = 71  # EX_OSERR of sysexits.h
 
 
+class NotSaved(UserError):
+    """A result could not be written, which a later try may do: `ascendchat launch` starts the command again."""
+
+    status = 75  # EX_TEMPFAIL of sysexits.h
+
+
 class RankFailed(UserError):
     """Another rank met an error that is no mistake of the user's: `ascendchat launch` may start again, as after any."""
 

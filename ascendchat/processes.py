@@ -44,7 +44,7 @@ class ChildProcess:
     def start(
         cls, words: Sequence[str], *, log: Path | None = None, tied: bool = False, **settings: Any
     ) -> ChildProcess:
-        """Start it. `log` is continued with all that it prints; `tied` makes it end with this process."""
+        """Start it. All that it prints is appended to `log`; `tied`: it ends with this process, even by `kill -9`."""
         if tied:
             words, settings = (
                 [sys.executable, "-m", "ascendchat.processes", *words],
@@ -61,13 +61,13 @@ class ChildProcess:
         return self.process.poll()
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """The exit status, below 0 for a signal; None when it still runs after that time."""
+        """Wait for the exit status, below 0 for a signal; None when it still runs after that time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(seconds)
         return None
 
     def output(self) -> str:
-        """What it has printed to its log since it was started."""
+        """Read what it has printed to its log since its start."""
         assert self._log is not None
         with self._log.open("rb") as log:
             log.seek(self._begin)
@@ -101,12 +101,12 @@ class ChildProcess:
 
 
 def status_of(code: int) -> int:
-    """The exit status as a shell gives it: 128 + n after signal n."""
+    """Turn an exit status of Popen into that of a shell: 128 + n after signal n."""
     return code if code >= 0 else 128 - code
 
 
 def how_ended(status: int | None) -> str:
-    """How a process has ended, in words; 128 + n is what a tied one says of signal n."""
+    """Put an exit status into words; a tied process ends with 128 + n after signal n."""
     if status is None:
         return "it cannot be ended"
     number = -status if status < 0 else status - 128
@@ -120,7 +120,7 @@ def die_with_parent(number: signal.Signals) -> None:
 
 
 def started(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "" when it is gone, or where there is no /proc."""
+    """Read when a process started, in clock ticks since boot; "" when it is gone, or where there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
     except OSError:
@@ -133,8 +133,8 @@ RANK_FILES = "ASCENDCHAT_RANK_FILES"  # how the names of the pid files of this n
 SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smaller: earlier attempts ran out of memory
 
 
-def ended() -> set[int]:
-    """Ranks of this node that are gone: those that are left wait for them in vain."""
+def lost_ranks() -> set[int]:
+    """Find the ranks of this node that are gone: those that are left wait for them in vain."""
     files = Path(os.environ.get(RANK_FILES, ""))
     ranks = set()
     for path in files.parent.glob(f"{files.name}*.pid") if files.name else ():
@@ -166,7 +166,7 @@ RESERVED = range(60000, 60032)
 
 
 def is_free(port: int, host: str = "") -> bool:
-    """True when a server could listen on this port now: on this IPv4 address, or on all addresses, IPv4 and IPv6."""
+    """Try whether a server could listen on this port: on this IPv4 address, or on all addresses, IPv4 and IPv6."""
     for family, address in ((socket.AF_INET, host or "0.0.0.0"), *([] if host else [(socket.AF_INET6, "::")])):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as server:
@@ -182,7 +182,7 @@ def is_free(port: int, host: str = "") -> bool:
 
 
 def free_port() -> int:
-    """A port that is free at this moment, from the range that the operating system hands out."""
+    """Choose a port that is free now, from the range that the operating system hands out."""
     for _ in range(100):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
             server.bind(("0.0.0.0", 0))

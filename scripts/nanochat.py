@@ -211,7 +211,7 @@ def base_step(given: Given) -> list[str]:
 
 
 def moments(given: Given) -> list[str]:
-    return ["--warm-start" if whole("load-optimizer", given["load-optimizer"]) else "--no-warm-start"]
+    return ["--load-optimizer" if whole("load-optimizer", given["load-optimizer"]) else "--no-load-optimizer"]
 
 
 def mixture(given: Given) -> list[str]:

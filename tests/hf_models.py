@@ -12,7 +12,7 @@ import torch
 
 from ascendchat.data.tokenizer.learn import PATTERN, learn
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.models.folder import OpenedFolder, find, open_folder
+from ascendchat.models.folder import LoadedModel, find
 from ascendchat.models.import_transformers import library
 
 KINDS = "qwen2", "qwen3", "llama", "mistral"
@@ -112,7 +112,7 @@ def save_with_sums(folder: Path, **sizes: Any) -> Path:
     return folder
 
 
-def opened(folder: Path, seq_len: int | None = None) -> OpenedFolder:
+def opened(folder: Path, seq_len: int | None = None) -> LoadedModel:
     found = find(folder)
     assert found is not None
-    return open_folder(found, torch.float32, seq_len)
+    return found.load(torch.float32, seq_len)

@@ -20,7 +20,7 @@ PER_PLACE = 34
 PLACES = {
     "loss": "nn/loss nn/logprobs nn/preference",
     "optimizers": "nn/optim",
-    "attention choice": "nn/attention",
+    "attention choice": "nn/attention device/attention",
     "packing": "data/corpus data/chat/rows data/chat/pairs",
     "templates": "models/template data/chat/template",
     "checkpoint": "checkpoint files",

@@ -36,16 +36,17 @@ TORCH_FREE = (
 ).split()
 NEEDS_TORCH = set(
     "device.npu device.npu_attention device.npu_ops device.cuda device.cuda_attention device.cuda_products device.mps "
-    "device.cpu device.accelerator doctor.collective doctor.selftest_device doctor.selftest_operators serve.terminal "
+    "device.cpu device.accelerator device.attention device.packages device.triton_attention "
+    "doctor.collective doctor.selftest_device doctor.selftest_operators serve.terminal "
     "serve.worker launch.torchrun".split()
 )
 
 # The only modules that import an optional or heavy dependency.
 OWNERS = {
-    "torch_npu": "device nn.attention",
+    "torch_npu": "device",
     "flash_attn": "device.cuda_attention",
     "quack": "device.cuda_products",
-    "triton": "nn.triton_decoding nn.triton_training engine.gpt_step engine.sampling_kernels",
+    "triton": "device.triton_attention nn.triton_decoding nn.triton_training engine.gpt_step engine.sampling_kernels",
     "transformers": "models",
     "peft": "models",
     "bitsandbytes": "models.quantize",
@@ -72,11 +73,11 @@ OWNERS = {
 
 HARDWARE_TYPES = {"npu", "cuda", "mps"}
 # Modules that name hardware, though only chips and device should.
-NAMES_HARDWARE: set[str] = {"doctor.setup", "nn.attention", "remote.vllm_server"}
+NAMES_HARDWARE: set[str] = set()
 # Packages whose __init__ holds more than a docstring and re-exports.
-CODE_IN_INIT: set[str] = {"config"}
+CODE_IN_INIT: set[str] = set()
 # module -> private names of other files that it uses.
-FOREIGN_PRIVATE: dict[str, str] = {"nn.flash_attend": "_version", "rl.invariant": "_rope"}
+FOREIGN_PRIVATE: dict[str, str] = {}
 # Names that several classes have which other files import.
 SAME_NAME: set[str] = set("Reference Result Retry".split())
 # A docstring is a sentence with a subject or a verb: none begins like this.
@@ -88,21 +89,16 @@ DOCSTRINGS_LEFT: dict[str, int] = {
         r"(\S+)=(\d+)",
         """
         checkpoint=3
-        chips=1
-        compat.areal=3 compat.flash=2
+        compat.areal=3
         config=4 config.commands=2 config.finetune=1 config.help=1 config.language=1 config.rl=1 config.train=4
-        device=6 device.accelerator=4 device.cann=3 device.cpu=1 device.cuda_attention=2 device.cuda_products=1
-        device.env=6 device.npu_attention=2 device.npu_ops=2 device.smi=2
         eval=1 eval.chat=2 eval.core=7 eval.examine=2
         launch.command=3 launch.forkserver=2 launch.rank=2 launch.supervise=2
         models.causal_lm=2 models.export=2 models.folder=3 models.fused=2 models.lora=1 models.nanochat=2
         models.open=5 models.ours.modeling_ascendchat=1 models.quantize=1 models.shape=1 models.template=13
         models.tokenizer=4 models.trained=1 models.transformers_4=1 models.trial=1
-        nn.attention=5 nn.documents=3 nn.flash_attend=3 nn.flash_plain=3 nn.gpt=3 nn.invariant=1 nn.logprobs=5
+        nn.flash_plain=3 nn.gpt=3 nn.invariant=1 nn.logprobs=5
         nn.loss=2 nn.model=4 nn.optim=2 nn.preference=1 nn.sharded=2 nn.triton_decoding=3 nn.triton_training=1
         nn.updates=1
-        parallel.collectives=2 parallel.connect=1 parallel.context=2 parallel.world=3
-        plan.goals=4
         processes=2
         remote.client=1 remote.completions=6 remote.http=5 remote.rollouts=2 remote.servers=4 remote.vllm=3
         remote.vllm_server=7 remote.weights=8
@@ -110,7 +106,6 @@ DOCSTRINGS_LEFT: dict[str, int] = {
         rl.schedule=4 rl.source=2 rl.stage=10 rl.transcript=4 rl.workflow=4
         runs=1 runs.console=2 runs.results=3 runs.run=6 runs.trace=2 runs.trackers=2
         sandbox=2 sandbox.inside=1 sandbox.pool=2 sandbox.process=2
-        sizes.batch=2 sizes.hf=6 sizes.memory=8 sizes.schedule=1 sizes.shape=1
         train.budget=3 train.finetune=4 train.loop=9 train.model=4 train.preference=2 train.pretrain=2
         train.rows=6 train.run=1 train.signals=1 train.stage=11 train.start=6
         """,
@@ -120,7 +115,7 @@ DOCSTRINGS_LEFT: dict[str, int] = {
 OTHER_BOUNDS = re.compile(r"(?:MOST|LEAST|LONGEST|SHORTEST)(?:_\w+)?")
 BOUNDS_LEFT: set[str] = set(
     """
-    LEAST_BATCH LEAST_DEPTH LEAST_ROW LEAST_TRANSFER LEAST_VLLM LONGEST_START SHORTEST_ROW
+    LEAST_DEPTH LEAST_ROW LEAST_TRANSFER LEAST_VLLM LONGEST_START
     """.split()
 )
 
@@ -319,7 +314,7 @@ def classes_and_users() -> dict[tuple[str, str], bool]:
     return {
         (node.name, module): any(node.name in words[user] for user in users[module] if user != path)
         for module, path in MODULES.items()
-        if not within(module, "models.ours")
+        if not within(module, "models.remote_code")
         for node in tree_of(path).body
         if isinstance(node, ast.ClassDef)
     }

@@ -21,11 +21,10 @@ from safetensors.torch import save_file
 
 from ascendchat import checkpoint, files
 from ascendchat.checkpoint import Checkpoint, Damaged, Shard, Writer, newest, to_continue, verify
-from ascendchat.config import NotSaved
-from ascendchat.errors import OutOfMemory, UserError
+from ascendchat.errors import NotSaved, OutOfMemory, UserError
 from ascendchat.files import begin_sha256, check_folder, sha256, write_atomic
 from ascendchat.parallel.collectives import World
-from ascendchat.runs.run import checkpoints, earlier, notice, read_ahead, set_aside
+from ascendchat.runs.run import checkpoints, old_models, old_models_notice, read_ahead, set_aside
 
 
 def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -143,11 +142,11 @@ def test_an_earlier_model_is_kept_until_the_new_run_has_passed_it(tmp_path: Path
     for step, left in ((119, [older, old]), (120, [old]), (341, [old]), (342, [])):
         save_step(writer, step)
         writer.wait()
-        assert earlier(stage) == left, step
+        assert old_models(stage) == left, step
     assert (tmp_path / "base.older").is_dir()
     save(old, 999)
     writer.forget_earlier()  # the new run is finished, though it was shorter
-    assert earlier(stage) == []
+    assert old_models(stage) == []
 
 
 def test_the_way_back_leads_to_the_model_with_most_steps_whatever_its_path(tmp_path: Path) -> None:
@@ -156,8 +155,8 @@ def test_the_way_back_leads_to_the_model_with_most_steps_whatever_its_path(tmp_p
     save(stage.with_name("base.old"), 342)
     for name, step in (("base.old.2", 3), ("base.old.10", 5)):  # stopped soon
         save(stage.with_name(name), step)
-    assert [path.name for path in earlier(stage)] == ["base.old", "base.old.2", "base.old.10"]
-    subprocess.run(notice(stage).partition("to get it back: ")[2], shell=True, check=True)
+    assert [path.name for path in old_models(stage)] == ["base.old", "base.old.2", "base.old.10"]
+    subprocess.run(old_models_notice(stage).partition("to get it back: ")[2], shell=True, check=True)
     assert checkpoints(stage) == [342]
 
 
@@ -485,7 +484,7 @@ def test_a_checkpoint_gets_its_name_when_the_slowest_rank_has_written(
 def test_a_rank_that_never_writes_its_part_is_named(
     gone: set[int], limit: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ascendchat.checkpoint.ended", lambda: gone)
+    monkeypatch.setattr("ascendchat.checkpoint.lost_ranks", lambda: gone)
     monkeypatch.setattr("ascendchat.checkpoint.PART_TIMEOUT", limit)
     writer = Ranks(monkeypatch).writer(0, tmp_path)
     writer.save(1, model={}, shards={}, state={})

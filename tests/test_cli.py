@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from ascendchat import cli
-from ascendchat.config import _flags, _plain
+from ascendchat.config import flags_of
+from ascendchat.config.flags import _plain
 from ascendchat.errors import UserError
 from ascendchat.version import __version__
 
@@ -25,7 +26,8 @@ ROOT = Path(__file__).parent.parent
 DRIVER = """
 import dataclasses, os, signal, sys, time, types
 from ascendchat import cli
-from ascendchat.config import UserError, option
+from ascendchat.config import option, train
+from ascendchat.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
@@ -33,7 +35,7 @@ class SampleConfig:
     depth: int = 1
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(train.TrainConfig):
     save_every: int = 1
 
 def fails(config): raise RuntimeError("the tensor is upside down")
@@ -121,6 +123,9 @@ def test_help_of_one_command_has_three_spellings(capsys: pytest.CaptureFixture[s
         (["xyzzy"], "choose from: "),
         (["plan", "--dept", "12"], "ascendchat plan: unknown flag --dept; did you mean --depth?"),
         (["plan", "--goal", "trian"], "did you mean train?"),
+        (["rl", "--lora"], "; these commands have it: finetune"),
+        (["base", "--preview", "2"], "; these commands have it: mid, sft, finetune"),
+        (["rl", "--preview", "2"], "--preview is not done here: every answer is written to transcripts/"),
         (["launch", "--devices", "2"], "missing COMMAND"),
     ],
 )
@@ -263,7 +268,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
 
     monkeypatch.setattr(cli, "_load", load)
     for clone, how in ((True, "pip install -e . in your clone of ascendchat"), (False, "pip install ascendchat")):
-        monkeypatch.setattr("ascendchat.config.in_clone", lambda clone=clone: clone, raising=False)
+        monkeypatch.setattr("ascendchat.version.in_clone", lambda clone=clone: clone)
         assert cli.main(["plan"]) == 2
         assert capsys.readouterr().err == f"ascendchat plan: {name} is not installed; type: {how}\n"
 
@@ -293,11 +298,11 @@ def test_a_module_of_ours_or_of_the_user_that_is_missing_is_shown_whole(
 
 
 def test_an_extra_is_named_as_it_is_installed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ascendchat.config import install_command
+    from ascendchat.version import install_command
 
-    monkeypatch.setattr("ascendchat.config.in_clone", lambda: True)
+    monkeypatch.setattr("ascendchat.version.in_clone", lambda: True)
     assert install_command("hf") == "pip install -e '.[hf]' in your clone of ascendchat"
-    monkeypatch.setattr("ascendchat.config.in_clone", lambda: False)
+    monkeypatch.setattr("ascendchat.version.in_clone", lambda: False)
     assert (install_command("hf"), install_command()) == ("pip install 'ascendchat[hf]'", "pip install ascendchat")
 
 
@@ -336,7 +341,7 @@ def test_the_commands_and_flags_that_the_code_speaks_of_exist() -> None:
             except UserError as error:
                 wrong += [f"{path}: {said}"] * ("needs a second word" not in str(error))
                 continue
-            known = {*_flags(cli._load("config.", cli.COMMANDS[name][0])), "config", "help"}
+            known = {*flags_of(cli._load("config.", cli.COMMANDS[name][0])), "config", "help"}
             flags = [_plain(word) for word in rest if re.match("--?[a-z]", word)] if name != "launch" else []
             wrong += [f"{path}: {said}: {flag}" for flag in flags if flag.removeprefix("no_") not in known]
     assert seen > 150

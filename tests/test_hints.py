@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ascendchat import config
 from ascendchat.cli import COMMANDS
-from ascendchat.config import _flags
 from ascendchat.doctor.explain_rules import all_rules, answer
 from ascendchat.doctor.machine import faults
 
@@ -28,7 +28,7 @@ STANDING_IN = {"flags", "X", "no-X"}  # `--flags` in a usage line; `--{name}` in
 def flags_of(command: str) -> set[str]:
     """Every spelling of every flag of a command, with dashes."""
     module, name = COMMANDS[command][0].split(":")
-    known = _flags(getattr(importlib.import_module(f"ascendchat.config.{module}"), name))
+    known = config.flags_of(getattr(importlib.import_module(f"ascendchat.config.{module}"), name))
     return {flag.replace("_", "-") for flag in [*known, *(f"no_{flag}" for flag in known), "config", "help"]}
 
 

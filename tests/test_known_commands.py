@@ -52,7 +52,7 @@ def model(run: str, stage: str, step: int) -> Path:
         ("base_train", "--fp8 --depth 4 --save-every=-1", ["--fp8=true", "--depth=4", "--save-every=-1"]),
         ("mid_train", "--init_lr_frac=0.8 --dry_run=0 --dry-run", ["--lr-multiplier=0.8"]),
         ("mid_train", "--step=7", ["--start={home}/runs/new/base/step_000007"]),
-        ("chat_sft", "--load-optimizer=1 --num-epochs 2", ["--epochs=2", "--warm-start"]),
+        ("chat_sft", "--load-optimizer=1 --num-epochs 2", ["--epochs=2", "--load-optimizer"]),
         ("chat_sft", "--mmlu-epochs=1", ["--data=smoltalk,identity,identity,mmlu,gsm8k,gsm8k,gsm8k,gsm8k"]),
         ("chat_sft", "--source=base --model-tag=old", ["--run=old", "--start={home}/runs/old/base"]),
         ("base_eval", "--eval core,bpb,sample --split-tokens=99", ["--eval-tokens=99", "--eval=core,bpb"]),

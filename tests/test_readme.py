@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ascendchat import cli
-from ascendchat.config import _flags, parse, wants_help
+from ascendchat.config import flags_of, parse, wants_help
 from ascendchat.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -188,7 +188,7 @@ def test_commands_inside_sentences_exist_too(page: Path) -> None:
             continue
         name, rest = cli.split_command(words)
         module, cls = cli.COMMANDS[name][0].split(":")
-        known = _flags(getattr(importlib.import_module(f"ascendchat.config.{module}"), cls))
+        known = flags_of(getattr(importlib.import_module(f"ascendchat.config.{module}"), cls))
         if name == "launch":  # the flags after the command are the command's own
             bare = next((i for i, w in enumerate(rest) if not w.startswith("-") and not rest[i - 1].startswith("-")), 0)
             rest = rest[:bare] if bare else rest

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ascendchat.config import as_dict
 from ascendchat.config.generate import BenchDecodeConfig
 from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer
 from ascendchat.device import Device, pick
@@ -119,6 +120,7 @@ def bench(config: BenchDecodeConfig, here: Context) -> int:
         device.release()
     facts = {"depth": config.depth, "chip": device.chip.name, "dtype": str(device.dtype).removeprefix("torch.")}
     facts |= {"attention": kernel.name, "compiled": device.compiles, "torch": torch.__version__}
-    facts |= {name: getattr(config, name) for name in TOLD}
+    settings = as_dict(config)
+    facts |= {name: settings[name] for name in TOLD}
     say(json.dumps({**facts, "results": rows}))
     return 0

@@ -31,6 +31,7 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any, NamedTuple
 
 from ascendchat.bench.http_client import Address, ClientConnection, ClientReply, Lost, connect, first_key
+from ascendchat.config import as_dict
 from ascendchat.config.serve import BenchServeConfig
 from ascendchat.errors import UserError
 
@@ -49,7 +50,8 @@ def run(config: BenchServeConfig) -> int:
     samples, gaps = load(config, address, model, processes)
     facts: dict[str, Any] = {"url": config.url, "model": model, "processes": processes}
     names = ("api", "arrivals", "concurrency", "rate", "prompt_tokens", "max_tokens", "temperature", "top_k", "seed")
-    facts |= {name: getattr(config, name) for name in names}
+    settings = as_dict(config)
+    facts |= {name: settings[name] for name in names}
     if config.arrivals == "closed":
         del facts["rate"]
     facts |= measured(samples, gaps)

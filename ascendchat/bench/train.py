@@ -66,8 +66,8 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
     shape, split = bench.learner.model.shape, bench.split
     seconds = marks[-1][2].since(marks[0][0]) / 1e3
     pace = speed(split.total * steps, seconds, shape.train_flops_per_token, device.chip.peak, split.devices)
-    checkpointing = bench.learner.model.checkpoint_activations
-    predicted = memory.allocated(memory.training(shape, device.chip, split.devices, split.rows, checkpointing))
+    known = bench.learner.model.checkpoint_activations, bench.learner.packaged
+    predicted = memory.allocated(memory.training(shape, device.chip, split.devices, split.rows, *known))
     return {
         "tokens_per_second": round(pace.tokens_per_second),
         "mfu": None if pace.mfu is None else round(pace.mfu, 4),
@@ -115,8 +115,8 @@ def run(config: BenchTrainConfig) -> int:
         )
         learner = build(config, shape, here)
         total, chip, checkpointing = config.total_batch_size or 2**19, here.device.chip, config.activation_checkpointing
-        rows = config.device_batch_size
-        split = fit_split(shape, chip, here.world.size, total, rows=rows, checkpointing=checkpointing)
+        known: Any = {"checkpointing": checkpointing, "packaged": learner.packaged}
+        split = fit_split(shape, chip, here.world.size, total, rows=config.device_batch_size, **known)
         bench = Bench(learner, split, config.seed)
         results = {**measure(bench, config.steps_to_time, here.device), **roofline(bench, here.device)}
         eight = isinstance(learner.model.ops, Fp8Ops)  # not what was asked for, but what was timed

@@ -102,7 +102,7 @@ class VLLMRemoteEngine:
         self.settings = {"api_key": api_key, "tokenizer": tokenizer, **settings}
         self.generator: Generator | None = None
         self.rejected = 0
-        self._version = 0
+        self._weights_version = 0
         self._pool: ReplicaPool | None = None
         self._running = threading.Event()  # cleared by pause()
         self._running.set()
@@ -117,7 +117,7 @@ class VLLMRemoteEngine:
             if not urls:
                 raise UserError("initialize() needs the addresses of servers; start one: ascendchat rollout-server")
             generator = self._pool = ReplicaPool.open(urls, **self.settings)
-        self.generator, self._version = generator, generator.version
+        self.generator, self._weights_version = generator, generator.version
         self._threads, self._updates = ThreadPoolExecutor(MAX_CALLS, "agenerate"), ThreadPoolExecutor(1, "weights")
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
@@ -144,8 +144,8 @@ class VLLMRemoteEngine:
         request, generator = request_of(req, next(self._seeds)), self._connected()
         while not self._running.is_set():
             await asyncio.sleep(POLL)
-        asked = asyncio.get_running_loop().run_in_executor(self._threads, generator.generate, [request])
-        return response_of(req, (await asked)[0], time.monotonic() - began)
+        answers = asyncio.get_running_loop().run_in_executor(self._threads, generator.generate, [request])
+        return response_of(req, (await answers)[0], time.monotonic() - began)
 
     def _connected(self) -> Generator:
         if self.generator is None:
@@ -174,16 +174,16 @@ class VLLMRemoteEngine:
             generator.load(weights, meta.version, interrupt=True)
         else:
             generator.load(weights, meta.version)
-        self._version = meta.version
+        self._weights_version = meta.version
 
     def get_version(self) -> int:
         """The version of the weights that answer the next request."""
-        return self._version
+        return self._weights_version
 
     def set_version(self, version: int) -> None:
         """Another process has replaced the weights."""
         self._connected().renew(version)
-        self._version = version
+        self._weights_version = version
 
     # ---- episodes ------------------------------------------------------------------------------
 
@@ -240,18 +240,18 @@ class VLLMRemoteEngine:
 
 def request_of(req: ModelRequest, number: int) -> Request:
     """Our Request of an AReaL request."""
-    asked = req.gconfig
-    room = asked.max_new_tokens
-    if asked.max_tokens is not None:
-        room = min(room, asked.max_tokens - len(req.input_ids))
+    settings = req.gconfig
+    room = settings.max_new_tokens
+    if settings.max_tokens is not None:
+        room = min(room, settings.max_tokens - len(req.input_ids))
     sampling = Sampling(
         max_tokens=room,
-        temperature=0.0 if asked.greedy else asked.temperature,
-        top_k=0 if asked.top_k >= UNLIMITED else asked.top_k,
-        top_p=asked.top_p,
-        seed=number if asked.seed is None else asked.seed,
-        stop=tuple(asked.stop),
-        stop_tokens=None if asked.stop_token_ids is None else tuple(asked.stop_token_ids),
+        temperature=0.0 if settings.greedy else settings.temperature,
+        top_k=0 if settings.top_k >= UNLIMITED else settings.top_k,
+        top_p=settings.top_p,
+        seed=number if settings.seed is None else settings.seed,
+        stop=tuple(settings.stop),
+        stop_tokens=None if settings.stop_token_ids is None else tuple(settings.stop_token_ids),
         keep_stop=True,
         logprobs=True,
         tools=False,

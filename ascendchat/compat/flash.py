@@ -50,9 +50,9 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Of rows (B, T, ...) the tokens where the mask (B, T) is true, or where `unused_mask` says that they keep their
-    place: tokens (N, ...), their indices in B · T, bounds (B + 1,) int32, the longest length, and the lengths that the
-    mask alone has."""
+    """Pick the tokens of rows (B, T, ...) where the mask (B, T) is true, or where `unused_mask` says that they keep
+    their place: tokens (N, ...), their indices in B · T, bounds (B + 1,) int32, the longest length, and the lengths
+    that the mask alone has."""
     kept = attention_mask.bool() if unused_mask is None else attention_mask.bool() | unused_mask.bool()
     indices = kept.flatten().nonzero().flatten()
     lengths = kept.sum(-1, dtype=torch.int32)
@@ -125,7 +125,7 @@ def _take_their_place(module: Any) -> None:
 
 
 def is_installed() -> bool:
-    """Whether `import flash_attn` gives ours."""
+    """True if `import flash_attn` gives ours."""
     return getattr(sys.modules.get("flash_attn"), "__version__", "") == __version__
 
 
@@ -135,8 +135,8 @@ def install(*, replace: bool = False) -> bool:
     place. Call it before whatever imports flash_attn or asks for it, as transformers does when it is imported."""
     if is_installed():
         return True
-    there = "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None
-    if there and not replace:
+    installed = "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None
+    if installed and not replace:
         return False
     if "transformers" in sys.modules:
         warnings.warn(

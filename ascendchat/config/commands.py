@@ -1,20 +1,30 @@
-"""Configs of the commands around training: doctor, explain, plan, clean, setup, launch."""
+"""Configs of the commands around training: doctor, selftest, explain, plan, clean, setup, launch, report, speedrun."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ascendchat.config import option
+from ascendchat.chips import KINDS
+from ascendchat.config.flags import option
+
+if TYPE_CHECKING:
+    DeviceType = str
+    VllmDevice = str
+else:
+    DeviceType = Literal[tuple(KINDS)]
+    VllmDevice = Literal[tuple(kind for kind, row in KINDS.items() if row.vllm)]
 
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """What every command that computes has in common."""
+    """Settings of every command that computes on a device."""
 
-    generates = False  # whether it decodes with captured graphs, which an NPU's environment must allow
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
-    "device to use; by default $ASCENDCHAT_DEVICE, else the first found of npu, cuda, mps, cpu"
+    generates = False  # True: it decodes with captured graphs, which an NPU's environment must allow
+
+    "# Device"
+    device_type: DeviceType | None = None
+    "device to use; by default $ASCENDCHAT_DEVICE, else the best one found"
     npu_debug: bool = False
     "slow, blocking, verbose settings that make an NPU error point at the line that caused it"
 
@@ -27,7 +37,7 @@ class DoctorConfig:
     "print one JSON object instead of a table"
     devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
     "run real collectives on this many devices, check every number and report the bandwidth"
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    device_type: DeviceType | None = None
     "device type for --devices; by default the best one found"
     watch: bool = False
     "show the devices live: use, memory, temperature, processes (Ctrl-C ends)"
@@ -45,12 +55,12 @@ class SelftestConfig:
 
     devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
     "devices for the collectives and the training; by default all that are visible (on CPU: 1)"
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
-    "device to test; by default $ASCENDCHAT_DEVICE, else the first found of npu, cuda, mps, cpu"
+    device_type: DeviceType | None = None
+    "device to test; by default $ASCENDCHAT_DEVICE, else the best one found"
     quick: bool = False
     "smaller shapes, 40 steps of training instead of 200, and no timing"
     only: tuple[str, ...] = ()
-    "items to try instead of all"
+    "names of the items to test, instead of all"
     out: str = "selftest.json"
     "the file to send"
     deadline: float = option(900.0, above=0, most=1e6)
@@ -77,6 +87,7 @@ class ExplainConfig:
 class PlanConfig:
     """Parameters, FLOPs, memory by part, the largest batch that fits, tokens, hours and cost, before the run."""
 
+    "# Model and run"
     goal: Literal["train", "rl", "inference"] = "train"
     "what to plan: training, RL (trainer and rollout together) or inference"
     depth: int = option(20, least=1, most=1000)
@@ -89,20 +100,24 @@ class PlanConfig:
     "tokens per row"
     vocab_size: int = option(32768, least=1, most=1e7)
     "size of the vocabulary"
-    device_batch_size: int | None = option(None, least=1, most=1e6)
-    "rows per device and micro-batch; by default the largest power of two that fits"
-    total_batch_size: int | None = option(None, least=1, most=1e12)
-    "tokens per optimizer step over all devices; by default chosen from the horizon"
     window_pattern: str = "L"
     "layers that see a quarter of the row (S) or all of it (L), repeated over the depth; the last is always L"
     tokens: int | None = option(None, least=1, most=1e18)
     "training tokens; by default target_param_data_ratio times the scaling parameters"
     target_param_data_ratio: float = option(12.0, above=0, most=1e6)
     "training tokens per scaling parameter"
+
+    "# Batch and memory"
+    device_batch_size: int | None = option(None, least=1, most=1e6)
+    "rows per device and micro-batch; by default the largest power of two that fits"
+    total_batch_size: int | None = option(None, least=1, most=1e12)
+    "tokens per optimizer step over all devices; by default chosen from the horizon"
     activation_checkpointing: bool = False
     "recompute activations in the backward pass"
+
+    "# Fine-tuning of an existing model"
     hf_config: str = option("", also=("model",))
-    "plan the fine-tuning of an existing model instead: its Hugging Face folder, or the config.json of it"
+    "plan the fine-tuning of this model: its Hugging Face folder, or the config.json in it"
     lora_rank: int = option(0, least=0, most=1e5)
     "with --model: train adapters of this rank instead of all weights"
     bits: Literal[4] | None = option(None, also=("quantization_bit",))
@@ -110,27 +125,35 @@ class PlanConfig:
     shard: int = option(0, least=0, most=1e5)
     "with --model: devices that hold one copy of the weights together (finetune --shard); 0: every device holds all"
     offload: bool = False
-    "with --shard: the shares wait in the memory of the host (finetune --offload)"
+    "with --shard: the shards are kept in the memory of the host (finetune --offload)"
+
+    "# RL and inference"
     rollout_devices: int = option(0, least=0, most=1e6)
     "RL: devices that only generate; by default trainer and rollout share all devices"
-    mfu: float | None = option(None, above=0, most=1)
-    "share of the peak you expect to reach, 0.4 for 40 %; by default a measured or cautious figure per type of device"
-    price: float | None = option(None, least=0, most=1e9)
-    "price per device-hour, for the cost"
-    hop_microseconds: float = option(20.0, least=0, most=1e6)
-    "several nodes: time of the shortest message between two of them"
-    jitter: float = option(0.01, least=0, most=1)
-    "several nodes: spread (standard deviation) of a device's computing time, as a share of it"
-    device_mtbf_hours: float = option(50_000.0, above=0, most=1e9)
-    "several nodes: hours that one device runs between two failures, of itself or of its share of the node"
-    restart_seconds: float = option(120.0, least=0, most=1e6)
-    "several nodes: from a failure until all ranks are connected again, without reading the checkpoint"
-    storage_speed: float = option(10.0, above=0, most=1e6)
-    "several nodes: GB/s that the shared storage delivers to all of them together"
-    save_every: int = option(500, least=1, most=1e9)
-    "several nodes: steps between checkpoints"
     context: int | None = option(None, least=1, most=1e7)
     "inference, RL: tokens per sequence in the key-value cache; by default max_seq_len"
+
+    "# Time and cost"
+    mfu: float | None = option(None, above=0, most=1)
+    "model FLOPs utilization you expect, 0.4 for 40 %; by default a measured or cautious figure per device type"
+    price: float | None = option(None, least=0, most=1e9)
+    "price per device-hour, for the cost"
+
+    "# Several nodes"
+    hop_microseconds: float = option(20.0, least=0, most=1e6)
+    "latency of the shortest message between two nodes, in microseconds"
+    jitter: float = option(0.01, least=0, most=1)
+    "standard deviation of a device's computing time, as a share of it"
+    device_mtbf_hours: float = option(50_000.0, above=0, most=1e9)
+    "mean hours between two failures of one device, its share of the node's failures included"
+    restart_seconds: float = option(120.0, least=0, most=1e6)
+    "seconds from a failure until all ranks are connected again, without reading the checkpoint"
+    storage_speed: float = option(10.0, above=0, most=1e6)
+    "GB/s that the shared storage delivers to all nodes together"
+    save_every: int = option(500, least=1, most=1e9)
+    "steps between checkpoints"
+
+    "# Output"
     json: bool = False
     "print one JSON object"
 
@@ -140,7 +163,7 @@ class CleanConfig:
     """List what holds devices, shared memory and disk, how much each would free, and free what you confirm."""
 
     yes: bool = False
-    "free everything listed that is yours, without asking"
+    "free everything in the list that is yours, without asking"
     dry_run: bool = False
     "only list"
     json: bool = False
@@ -153,12 +176,12 @@ class CleanConfig:
 
 @dataclass(frozen=True)
 class SetupConfig:
-    """What to install on this machine, in order: driver, CANN, torch and torch_npu that fit, ascendchat, mirrors."""
+    """List what to install here, in order: driver, CANN, torch and torch_npu that fit, ascendchat, mirrors."""
 
     yes: bool = False
-    "run the steps that pip does"
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
-    "device to install for; by default the first found of npu, cuda, mps, cpu"
+    "run the steps that are done by pip"
+    device_type: DeviceType | None = None
+    "device to install for; by default the best one found"
     index: str = ""
     "address of the package index that pip uses, such as a mirror near you; by default as pip is configured"
     extra_index: str = ""
@@ -187,13 +210,10 @@ class LaunchConfig:
     "start the job again this many times after a failure; training resumes from its last checkpoint"
     run: str = ""
     "name of the run; its folder receives the logs of all ranks; by default the command and the time"
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    device_type: DeviceType | None = None
     "device type, passed on to the command"
     grace: float = option(30.0, least=0, most=1e6)
     "seconds that the ranks get to save and stop after SIGTERM or SIGINT"
-
-
-# Config of `ascendchat report`.
 
 
 @dataclass(frozen=True)
@@ -204,7 +224,7 @@ class ReportConfig:
     """names of runs; by default the newest. Runs that differ in nothing but their seed are shown as their mean and its
     95 % confidence band"""
     out: str = ""
-    """file to write; its ending says the form: .html, all in one file, or .md, with plots beside it; by default
+    """file to write; its ending is the format: .html, all in one file, or .md, with plots beside it; by default
     report.html in the folder of the first run"""
     price: float | None = option(None, least=0, most=1e9)
     "price per device-hour, for the cost"
@@ -216,9 +236,6 @@ class ReportConfig:
     "port on which --watch listens; 0: a free one"
 
 
-# Config of `ascendchat speedrun`.
-
-
 @dataclass(frozen=True)
 class SpeedrunConfig:
     """Run every stage of a recipe in order, from text to a chat model; finished stages are skipped."""
@@ -227,18 +244,18 @@ class SpeedrunConfig:
     "name of a recipe of the package, or a YAML file with stages of your own"
     run: str = ""
     "name of the run; by default that of the recipe"
-    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    device_type: DeviceType | None = None
     "device for the stages that compute; by default that of the recipe's chip, else the best one found"
     devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
     "how many devices these stages use; by default as many as the recipe names"
     sets: str = ""
     "folder of text and sets that the recipe calls $SETS; by default $ASCENDCHAT_SETS"
     from_stage: str = option("", also=("from",))
-    "begin at this stage, such as mid or eval: those before it are taken as they are"
+    "begin at this stage, such as mid or eval; earlier ones are taken as they are"
     only: tuple[str, ...] = ()
     "run these stages only, such as base,mid"
     fresh: bool = False
-    "run the stages again, even those that are done"
+    "run all stages again, finished ones too"
     serve: bool = False
     "afterwards serve the page and the API of the model, until Ctrl-C"
     dry_run: bool = False

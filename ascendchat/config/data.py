@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ascendchat.config import option
+from ascendchat.config.flags import option
 
 HUGGING_FACE = "https://huggingface.co"
-MIRROR = "https://hf-mirror.com"  # of Hugging Face
+MIRROR = "https://hf-mirror.com"  # a mirror of Hugging Face
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class TokenizerTrainConfig:
     paths: tuple[str, ...] = option((), words="each")
     "files or folders of text (jsonl, parquet, txt, compressed or not); by default the embedded corpus"
     source: tuple[str, ...] = ()
-    "the same, as a flag: --source A B or --source A,B; these come before the others"
+    "files or folders of text as a flag: --source A B or --source A,B; read before the others"
     vocab_size: int | None = option(None, least=1, most=1e7)
     "ids, special tokens included; by default near the square root of the text's bytes, 1024 to 32768 (embedded: 32768)"
     out: str = ""
@@ -35,13 +35,13 @@ class TokenizerEvalConfig:
     paths: tuple[str, ...] = option((), words="each")
     "files or folders of text; each is measured on its own"
     source: tuple[str, ...] = ()
-    "the same, as a flag"
+    "files or folders of text as a flag"
     tokenizer: str = ""
     "folder of the tokenizer; by default $ASCENDCHAT_HOME/tokenizer"
     against: tuple[str, ...] = ()
-    "others, as NAME=PATH of a tokenizer.json (or its folder), or names of the hub: gpt2,qwen"
+    "tokenizers to compare with, as NAME=PATH of a tokenizer.json (or its folder), or names of the hub: gpt2,qwen"
     max_chars: int | None = option(None, least=1, most=1e15)
-    "read this many characters of each source at most"
+    "maximum number of characters read from each source"
     json: bool = False
     "print JSON"
 
@@ -53,7 +53,7 @@ class DataPrepareConfig:
     paths: tuple[str, ...] = option((), words="each")
     "files, folders, patterns or names of fetched sets; `toyworld` is the embedded corpus"
     source: tuple[str, ...] = ()
-    "the same, as a flag: --source A.jsonl.xz B/ or --source A.jsonl.xz,B/"
+    "documents as a flag: --source A.jsonl.xz B/ or --source A.jsonl.xz,B/"
     tokenizer: str = ""
     "folder of the tokenizer; by default $ASCENDCHAT_HOME/tokenizer"
     out: str = ""
@@ -88,7 +88,7 @@ class DataFetchConfig:
     offline: bool = False
     "use only what is on disk and say what is missing (also HF_HUB_OFFLINE=1)"
     workers: int = option(8, least=1, most=1000)
-    "connections at once"
+    "connections at the same time"
 
 
 @dataclass(frozen=True)
@@ -100,4 +100,4 @@ class DataVerifyConfig:
     json: bool = False
     "print one JSON object"
     workers: int = option(0, least=0, most=1000)
-    "files compared at once; 0: one per core"
+    "files compared at the same time; 0: one per core"

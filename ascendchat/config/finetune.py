@@ -3,36 +3,35 @@
     ascendchat finetune --model Qwen2.5-0.5B-Instruct --data talk.jsonl --lora
     ascendchat finetune qwen_lora_sft.yaml
 
-A name of theirs is here where it means the same (`also`). NOT_USED are those without a meaning here: a YAML file may
-have them, and one line says what stands in their place. REFUSED are those that ask for something nobody does here.
+Names of LLaMA-Factory with the same meaning are aliases (`also`). A YAML file may also have the names in NOT_USED,
+which have no meaning here: one line says what is done instead. REFUSED ask for something that is not done here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from ascendchat.config import option
-from ascendchat.config.train import ChatTrainConfig
-
-# Config of learning from pairs of replies: `finetune --stage dpo|orpo|simpo`.
+from ascendchat.config.flags import option
+from ascendchat.config.train import ChatTrainConfig, HFTrainConfig
 
 
 @dataclass(frozen=True)
 class PreferenceOptions:
-    """What the losses on pairs take; the names are LLaMA-Factory's."""
+    """Settings of the losses on pairs of replies (`finetune --stage dpo|orpo|simpo`), by LLaMA-Factory's names."""
 
+    "# Preference pairs (--stage dpo, orpo, simpo)"
     pref_beta: float | None = option(None, also=("dpo_beta", "orpo_beta", "simpo_beta"), above=0, most=1e3)
-    "of a loss on pairs: how much a difference between the replies counts; by default 0.1, simpo: 2"
+    "how much a difference between the two replies counts (beta of the loss); by default 0.1, simpo: 2"
     pref_loss: Literal["sigmoid", "orpo", "simpo"] = "sigmoid"
     "with --stage dpo: another loss on pairs; --stage orpo and --stage simpo say the same"
     label_smoothing: float = option(0.0, also=("dpo_label_smoothing",), least=0, below=0.5)
-    "of dpo and simpo: the chance that a pair is the wrong way round"
+    "dpo and simpo: probability that the replies of a pair are labelled the wrong way round"
     simpo_gamma: float | None = option(None, least=0, most=1e3)
-    "of simpo: how much the better reply has to win by; by default 0.5"
+    "simpo: margin by which the better reply has to win; by default 0.5"
     pref_ftx: float = option(0.0, least=0, most=1e3)
-    "weight of the loss of SFT on the better reply, added to that on the pair"
+    "weight of the SFT loss on the better reply, added to the loss on the pair"
 
 
 _OWN = "the model's own chat template is used"
@@ -87,6 +86,7 @@ NOT_USED: Mapping[str, str] = {
     "image_max_pixels": "texts are trained",
     "video_max_pixels": "texts are trained",
 }
+_OF_OURS = "it is for models of our own (`ascendchat sft`)"
 _OTHER_WAY = "choose finetuning_type full or lora"
 REFUSED: Mapping[str, str] = {
     "load_in_8bit": "a base is held in 4 bits (--lora --bits 4), or as it computes",
@@ -98,100 +98,117 @@ REFUSED: Mapping[str, str] = {
     "resize_vocab": "the vocabulary stays that of the model",
     "adapter_name_or_path": "merge it first: `ascendchat export`, then name that folder as the model",
     "rope_scaling": "set it in the config.json of the model",
+    **dict.fromkeys(("embedding_lr", "unembedding_lr", "scalar_lr", "warmdown_ratio"), _OF_OURS),
+    **dict.fromkeys(("load_optimizer", "warm_start"), _OF_OURS),
 }
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(PreferenceOptions, ChatTrainConfig):
+class FinetuneConfig(PreferenceOptions, ChatTrainConfig, HFTrainConfig):
     """Fine-tune an existing model of Hugging Face on conversations: all weights, or LoRA adapters."""
 
-    not_used = NOT_USED
-    refused = REFUSED
+    not_used: ClassVar[Mapping[str, str]] = NOT_USED
+    refused: ClassVar[Mapping[str, str]] = REFUSED
 
+    "# Model and data"
     start: str = option("", also=("model", "model_name_or_path", "model_name", "base_model"))
     "model to start from: folder, GGUF file, OWNER/NAME that was fetched, run or checkpoint of an earlier fine-tuning"
     data: tuple[str, ...] = option((), also=("dataset", "train_file", "data_path"))
-    """what to learn, as NAME or NAME=WEIGHT: files and folders of conversations in any usual format, tasks (gsm8k,
+    """training data, as NAME or NAME=WEIGHT: files and folders of conversations in any usual format, tasks (gsm8k,
     smoltalk, ...), toyworld"""
-    dataset_dir: str = option("", also=("data_dir",))
-    "folder in which names of --data are looked for first; by default data, where that has a dataset_info.json"
-    validation: tuple[str, ...] = option((), also=("eval_dataset", "validation_file", "eval_file"))
-    "files for the held-out loss; by default a part of --data that is not trained on"
-    val_size: float = option(0.02, also=("validation_split",), least=0, most=1e9)
-    "that part: a share, or from 1 on a number of conversations, about; 0: none"
-    max_samples: int | None = option(None, also=("max_train_samples",), least=1, most=1e12)
-    "conversations of each entry of --data at most"
     stage: Literal["sft", "dpo", "orpo", "simpo"] = "sft"
     "sft learns replies; the others learn from pairs of a better and a worse one"
+    output_dir: str = option("", also=("out",))
+    """folder that receives the model at the end, in the layout of Hugging Face: all weights, or with LoRA the adapter;
+    without it: `ascendchat export`"""
+    max_seq_len: int | None = option(
+        None, also=("cutoff_len", "max_length", "max_seq_length", "model_max_length"), least=16, most=1e6
+    )
+    "tokens per row; by default 2048, at most the model's own limit"
+    max_samples: int | None = option(None, also=("max_train_samples",), least=1, most=1e12)
+    "maximum number of conversations of each entry of --data"
+    packing: bool = True
+    "several conversations in a row, which do not see each other; --no-packing: one in each row"
+    dataset_dir: str = option("", also=("data_dir",))
+    "folder in which names of --data are looked for first; by default data, where that has a dataset_info.json"
+    enable_thinking: bool | None = None
+    "for a chat template that knows it (Qwen3); false leaves empty thoughts to prompts: they are not learned"
+
+    "# Adapters (LoRA)"
+    lora: bool = False
+    "train adapters; the same as --finetuning-type lora"
+    qlora: bool = option(False, also=("use_qlora", "load_in_4bit"))
+    "train adapters on a base held in 4 bits; the same as --lora --bits 4"
     finetuning_type: Literal["full", "lora"] = "full"
     "train all weights, or adapters"
-    lora: bool = False
-    "the same as --finetuning-type lora"
     lora_rank: int | None = option(None, also=("lora_r",), least=1, most=1e5)
-    "of the adapters; by default 16"
+    "rank of the adapters; by default 16"
     lora_alpha: float | None = option(None, above=0, most=1e6)
-    "their outputs are multiplied by alpha / rank; by default twice the rank"
+    "outputs of the adapters are multiplied by alpha / rank; by default twice the rank"
     lora_dropout: float | None = option(None, least=0, below=1)
-    "share of what goes into adapters that is dropped in training; by default 0"
+    "dropout on the inputs of the adapters in training; by default 0"
     lora_target: tuple[str, ...] = option((), also=("target_modules", "lora_target_modules"))
     "linear layers that get adapters, such as q_proj,v_proj; by default all but the head"
     use_rslora: bool = option(False, also=("rslora",))
-    "multiply by alpha / sqrt(rank) instead"
+    "rsLoRA: multiply by alpha / sqrt(rank) instead"
     use_dora: bool = option(False, also=("dora",))
     "DoRA: adapters turn the weights, and their lengths are trained too; slower"
     bits: Literal[4] | None = option(None, also=("quantization_bit",))
     "with --lora: hold the frozen base in 4 bits (QLoRA), by bitsandbytes on CUDA and CPU"
-    qlora: bool = option(False, also=("use_qlora", "load_in_4bit"))
-    "the same as --lora --bits 4"
-    max_seq_len: int | None = option(
-        None, also=("cutoff_len", "max_length", "max_seq_length", "model_max_length"), least=16, most=1e6
+
+    "# Preference pairs (--stage dpo, orpo, simpo)"
+
+    "# Run"
+    run: str = option("", also=("run_name",))
+    "name of the run; its folder holds settings, metrics and checkpoints; by default after --output-dir, or the model"
+    epochs: float = option(1.0, also=("num_train_epochs", "num_epochs"), above=0, most=1e6)
+    "passes over --data; --steps wins over it"
+    num_iterations: int | None = option(None, also=("steps", "max_steps"), least=1, most=1e9, besides=(-1,))
+    "optimizer steps; by default (and with -1) they follow from the epochs"
+
+    "# Optimization"
+    learning_rate: float | None = option(None, also=("lr",), above=0, most=1)
+    "peak learning rate; by default 1e-5, with adapters 1e-4"
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = option(
+        "cosine", also=("lr_scheduler", "scheduler")
     )
-    "tokens per row; by default 2048, at most what the model knows"
-    enable_thinking: bool | None = None
-    "for a chat template that knows it (Qwen3); false leaves empty thoughts to prompts: they are not learned"
-    packing: bool = True
-    "several conversations in a row, which do not see each other; --no-packing: one in each row"
+    "how the learning rate falls after the warm-up"
+    weight_decay: float = option(0.0, least=0, most=10)
+    "weight decay of matrices, by AdamW"
+    max_grad_norm: float = option(1.0, also=("gradient_clip", "grad_clip"), least=0, most=1e9)
+    "gradients are scaled down to this norm; 0: never"
+    muon: bool = option(False, also=("use_muon",))
+    "Muon for the matrices of the layers (rate: --matrix-lr, by default 0.001), AdamW for the rest"
+
+    "# Batch and memory"
     device_batch_size: int | None = option(
         None, also=("per_device_train_batch_size", "batch_size", "train_batch_size"), least=1, most=1e6
     )
     "rows per device and micro-batch; by default the most that fit"
     activation_checkpointing: bool = option(False, also=("gradient_checkpointing",))
     "recompute activations in the backward pass: less memory, about a quarter slower"
-    num_iterations: int | None = option(None, also=("steps", "max_steps"), least=1, most=1e9, besides=(-1,))
-    "optimizer steps; by default (and with -1) they follow from the epochs"
-    epochs: float = option(1.0, also=("num_train_epochs", "num_epochs"), above=0, most=1e6)
-    "passes over --data; --steps wins over it"
-    learning_rate: float | None = option(None, also=("lr",), above=0, most=1)
-    "at its highest; by default 1e-5, of adapters 1e-4"
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = option(
-        "cosine", also=("lr_scheduler", "scheduler")
-    )
-    "how the learning rate falls after the warm-up"
-    weight_decay: float = option(0.0, least=0, most=10)
-    "of matrices, by AdamW"
-    max_grad_norm: float = option(1.0, also=("gradient_clip", "grad_clip"), least=0, most=1e9)
-    "gradients are scaled down to this norm; 0: never"
-    muon: bool = option(False, also=("use_muon",))
-    "Muon for the matrices of the layers (rate: --matrix-lr, by default 0.001), AdamW for the rest"
-    bf16: bool | None = option(None, also=("pure_bf16",))
-    "compute in bfloat16; by default what is best on the device"
-    fp16: bool | None = None
-    "compute in float16, with a scaled loss; by default what is best on the device"
-    log_every: int = option(10, also=("logging_steps",), least=1, most=1e9)
-    "steps between lines when the output is not a terminal"
-    save_every: int = option(100, also=("save_steps",), least=-1, most=1e9)
-    "steps between checkpoints; 0 and -1: only at the end"
-    eval_every: int = option(100, also=("eval_steps",), least=-1, most=1e9)
-    "steps between validations; 0: only at the end, -1: never"
-    keep: int = option(2, also=("save_total_limit",), least=1, most=1e6)
-    "checkpoints to keep, besides the best"
-    output_dir: str = option("", also=("out",))
-    """folder that receives the model at the end, in the layout of Hugging Face: all weights, or of LoRA the adapter;
-    without it: `ascendchat export`"""
     shard: int = option(0, also=("shard_devices",), least=0, most=1e5)
     """devices that hold one copy of the weights together (FSDP2), for models too large for one; fewer than all of them:
     several copies (HSDP); 0: every device holds all"""
     offload: bool = option(False, also=("cpu_offload",))
     "with --shard: weights, gradients and the optimizer's state wait in the memory of the host"
-    run: str = option("", also=("run_name",))
-    "name of the run; its folder holds settings, metrics and checkpoints; by default after --output-dir, or the model"
+
+    "# Validation, checkpoints and logging"
+    validation: tuple[str, ...] = option((), also=("eval_dataset", "validation_file", "eval_file"))
+    "files for the held-out loss; by default a part of --data that is not trained on"
+    val_size: float = option(0.02, also=("validation_split",), least=0, most=1e9)
+    "size of that held-out part: a share, or from 1 on about this many conversations; 0: none"
+    eval_every: int = option(100, also=("eval_steps",), least=-1, most=1e9)
+    "steps between validations; 0: only at the end, -1: never"
+    save_every: int = option(100, also=("save_steps",), least=-1, most=1e9)
+    "steps between checkpoints; 0 and -1: only at the end"
+    keep: int = option(2, also=("save_total_limit",), least=1, most=1e6)
+    "checkpoints to keep, besides the best"
+    log_every: int = option(10, also=("logging_steps",), least=1, most=1e9)
+    "steps between lines when the output is not a terminal"
+
+    "# Computation"
+    bf16: bool | None = option(None, also=("pure_bf16",))
+    "compute in bfloat16; by default the dtype that suits the device"
+    fp16: bool | None = None
+    "compute in float16, with a scaled loss; by default the dtype that suits the device"

@@ -5,28 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
+from ascendchat.config.flags import option
 from ascendchat.config.train import StageName
 
 KvCacheDtype = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True)
-class ModelConfig(DeviceConfig):
-    """Which model to load."""
+class NamedModelConfig(DeviceConfig):
+    """Settings of the commands that open a trained model: which one, and how it is read."""
 
-    generates = True
-    run: str = option("", also=("model_tag", "g"))
-    "name of the run; by default the one written last"
-    stage: StageName | None = option(None, also=("source", "i"))
-    "stage of the run; by default the last one it has reached"
+    "# Model"
+    run: str = ""
+    "name of the run; by default the one that saved a checkpoint last"
     checkpoint: str = option("", also=("model",))
     "folder of a checkpoint (step_...), of a stage that holds some, or of a Hugging Face model; wins over --run"
     tokenizer: str = ""
     "folder of the model's tokenizer; by default that of the run, else of $ASCENDCHAT_HOME"
     attention: str | None = None
     "attention kernel by name; by default the best that runs here"
+
+
+@dataclass(frozen=True)
+class ModelConfig(NamedModelConfig):
+    """Settings of the commands that open a model of any stage: chat, serve and export."""
+
+    generates = True
+
+    "# Model"
+    run: str = option("", also=("model_tag", "g"))
+    "name of the run; by default the one that saved a checkpoint last"
+    stage: StageName | None = option(None, also=("source", "i"))
+    "stage of the run; by default the last one it has reached"
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class ExportConfig(ModelConfig):
     out: str = ""
     "folder to write; it must not exist, or be empty"
     adapter: bool = False
-    "of a LoRA run: only the adapter, as peft loads it onto the base; by default it is added to the weights"
+    "for a LoRA run: only the adapter, as peft loads it onto the base; by default it is merged into the weights"
 
 
 @dataclass(frozen=True)
@@ -50,13 +61,13 @@ class ChatConfig(ModelConfig):
     system: str = ""
     "system message that opens the conversation"
     enable_thinking: bool | None = None
-    "for a chat template that knows it (Qwen3): whether answers begin by thinking"
+    "whether answers begin by thinking, for a chat template that knows it (Qwen3)"
     temperature: float = option(0.6, also=("t",), least=0, most=10)
-    "0 always takes the likeliest token"
+    "sampling temperature; 0: always the likeliest token"
     top_k: int = option(50, also=("k",), least=0, most=1e7)
     "choose among this many tokens; 0: all"
     max_tokens: int = option(512, least=1, most=1e6)
-    "tokens of an answer at most"
+    "maximum number of tokens of an answer"
     seed: int | None = option(None, least=0, most=1e18)
     "the same seed gives the same answers; by default they differ each time"
     verbose: bool = option(False, also=("v",))
@@ -71,7 +82,7 @@ class BenchDecodeConfig(DeviceConfig):
     depth: int = option(12, least=1, most=1000)
     "number of layers"
     batch_sizes: tuple[int, ...] = option((1, 64, 256), least=1, most=1e5)
-    "requests at a time, each size timed on its own"
+    "numbers of requests at the same time, each timed on its own"
     context: int = option(1024, least=16, most=1e6)
     "tokens that the cache of a request holds"
     prompt_tokens: int = option(128, least=1, most=1e6)
@@ -83,7 +94,7 @@ class BenchDecodeConfig(DeviceConfig):
     window_pattern: str = "L"
     "attention windows: S sees a quarter of the training row of 2048, L all of it"
     temperature: float = option(1.0, least=0, most=10)
-    "0 is greedy"
+    "sampling temperature; 0: always the likeliest token"
     top_k: int = option(0, least=0, most=1e7)
     "sort the tokens and choose among this many; 0: all"
     attention: str | None = None
@@ -103,7 +114,7 @@ class ImportNanochatConfig(DeviceConfig):
     run: str = ""
     "name of the run to make; by default that of the model, such as d18"
     model_tag: str = option("", also=("g",))
-    "which model, where there are several: d18"
+    "name of the model, where there are several: d18"
     step: int | None = option(None, also=("s",), least=0, most=1e9)
     "step of the checkpoint; by default the last one of each stage"
     tokenizer: str = ""
@@ -116,60 +127,50 @@ class ImportNanochatConfig(DeviceConfig):
 
 
 @dataclass(frozen=True)
-class EvalBaseConfig(DeviceConfig):
+class EvalBaseConfig(NamedModelConfig):
     """Score a base model: bits per byte of validation text, and CORE (22 tasks, 0 = guessing, 1 = perfect)."""
 
     run: str = ""
     "name of the run whose newest base checkpoint is scored; by default the run written last"
-    checkpoint: str = option("", also=("model",))
-    "folder of a checkpoint (step_...), of a stage that holds some, or of a Hugging Face model; wins over --run"
     eval: tuple[Literal["bpb", "core"], ...] = ("bpb", "core")
     "what to compute"
     data: tuple[str, ...] = ()
     "prepared corpora for bits per byte; by default those of the run"
     eval_tokens: int = option(10_000_000, least=0, most=1e15)
-    "validation tokens per corpus at most; 0: all"
+    "maximum number of validation tokens per corpus; 0: all"
     bundle: str = ""
     "folder of the CORE bundle; by default what `ascendchat data fetch core` stored"
     max_per_task: int | None = option(None, least=1, most=1e9, besides=(-1,))
-    "CORE: only so many rows of each task, for a quick look; by default, and with -1, all"
+    "CORE: maximum number of rows of each task, for a quick look; by default, and with -1, all"
     max_seq_len: int | None = option(None, least=16, most=1e6)
     "tokens per row; longer CORE prompts lose their beginning; by default the length the model was trained with"
     tokens_per_batch: int = option(32768, least=1, most=1e9)
     "tokens per forward pass, padding included"
-    tokenizer: str = ""
-    "folder of the model's tokenizer; by default that of the run, else of $ASCENDCHAT_HOME"
-    attention: str | None = None
-    "attention kernel by name; by default the best that runs here"
     kv_cache_dtype: KvCacheDtype = "auto"
-    "fp8: see keys and values rounded as `serve --kv-cache-dtype fp8` keeps them, and so what that costs"
+    "fp8: round keys and values as `serve --kv-cache-dtype fp8` does, to see what that costs in quality"
     json: bool = False
     "print one JSON object; progress goes to standard error"
 
 
 @dataclass(frozen=True)
-class EvalChatConfig(DeviceConfig):
+class EvalChatConfig(NamedModelConfig):
     """Examine a chat model: ChatCORE (0 = guessing, 1 = perfect), its Chinese counterpart, the toy world."""
 
     generates = True
-    run: str = ""
-    "name of the run; by default the one that saved a checkpoint last"
     stage: StageName | None = None
     "stage of the run; by default its latest"
-    checkpoint: str = option("", also=("model",))
-    "folder of a checkpoint (step_...), of a stage that holds some, or of a Hugging Face model; wins over --run"
     tasks: tuple[str, ...] = ("chatcore", "chinese")
     "tasks or groups: arc_easy, arc_challenge, mmlu, gsm8k, humaneval, ceval, cmmlu; chatcore, chinese, toy, all"
     source: str = ""
     "folder that holds the evaluation sets; by default they are fetched"
     max_per_task: int | None = option(None, least=1, most=1e9, besides=(-1,))
-    "only so many rows of each task, for a quick look; by default, and with -1, all"
+    "maximum number of rows of each task, for a quick look; by default, and with -1, all"
     samples: int = option(1, least=1, most=1e4)
     "replies per question, for pass@k; more than one needs a temperature"
     temperature: float = option(0.0, least=0, most=10)
-    "randomness of the replies; 0: always the likeliest token"
+    "sampling temperature; 0: always the likeliest token"
     max_new_tokens: int = option(512, least=1, most=1e6)
-    "tokens of a reply at most"
+    "maximum number of tokens of a reply"
     context: int | None = option(None, least=16, most=1e6)
     "tokens of prompt and reply together; longer prompts lose their beginning; by default the model's row length"
     slots: int = option(64, least=1, most=1e4)
@@ -177,10 +178,6 @@ class EvalChatConfig(DeviceConfig):
     tokens_per_batch: int = option(32768, least=1, most=1e9)
     "tokens per forward pass of multiple choice, padding included"
     seed: int = option(0, least=0, most=1e18)
-    "of the samples"
-    tokenizer: str = ""
-    "folder of the model's tokenizer; by default that of the run, else of $ASCENDCHAT_HOME"
-    attention: str | None = None
-    "attention kernel by name; by default the best that runs here"
+    "seed of the samples"
     json: bool = False
     "print one JSON object; progress goes to standard error"

@@ -5,7 +5,7 @@
 zh.json maps English templates to Chinese ones, in the groups errors, help and plan. `{}` stands for a value, in the
 order of the English text; where Chinese needs another order its placeholders are numbered, from {0}. A text is found as
 it stands, or by the template it was made from. Its values are translated too, because they may be errors of ours.
-What is not found stays English. `python tests/golden/catalogue.py` lists what is missing.
+A text without an entry stays English. `python tests/golden/catalogue.py` lists what is missing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ PIECES = re.compile(r"\s+|[（《]*(?:[^\s\u2e80-\uffef]+|\S)[，。；：、！
 
 
 def language(asked: str | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """ "zh" or "en": what was asked for, else the language of the shell (LC_ALL, else LC_MESSAGES, else LANG)."""
+    """ "zh" or "en": the language of `asked`, else of the shell (LC_ALL, else LC_MESSAGES, else LANG)."""
     environ = os.environ if environ is None else environ
     locale = asked or environ.get("LC_ALL") or environ.get("LC_MESSAGES") or environ.get("LANG") or ""
     return "zh" if locale.lower().startswith("zh") else "en"
 
 
 def literals(template: str) -> list[str]:
-    """What stands around the values: "rank {} of {}" -> ["rank ", " of ", ""]."""
+    """The parts of a template around its values: "rank {} of {}" -> ["rank ", " of ", ""]."""
     parts = [""]
     for literal, value, _, _ in string.Formatter().parse(template):
         parts[-1] += literal
@@ -44,7 +44,7 @@ def literals(template: str) -> list[str]:
 
 @functools.lru_cache(maxsize=2)
 def catalogue(groups: tuple[str, ...]) -> tuple[dict[str, str], list[tuple[list[str], str]]]:
-    """(text -> Chinese, [(literals of a template, Chinese template)] with the longest first, which say most)."""
+    """(text -> Chinese, [(literals of a template, Chinese template)]), the longest first: the most specific."""
     stored = json.loads(CATALOGUE.read_text(encoding="utf-8"))
     entries = [(literals(en), zh) for group in groups for en, zh in stored[group].items()]
     texts = {parts[0]: zh.format() for parts, zh in entries if len(parts) == 1}
@@ -53,7 +53,7 @@ def catalogue(groups: tuple[str, ...]) -> tuple[dict[str, str], list[tuple[list[
 
 
 def values_in(text: str, around: list[str]) -> list[str] | None:
-    """The values that make `text` out of a template with these literals; None when it is not made from it."""
+    """The values that a template with these literals needs to give `text`; None if it cannot."""
     first, *middle, last = around
     at, end = len(first), len(text) - len(last)
     if at > end or not text.startswith(first) or not text.endswith(last):
@@ -85,14 +85,14 @@ def _chinese(text: str, groups: tuple[str, ...]) -> str:
 
 
 def bracketed(notes: list[str]) -> str:
-    """Notes behind a text, as the language of the shell writes them; nothing without any."""
+    """Notes in brackets behind a text, as the language of the shell writes them; empty without notes."""
     if not notes:
         return ""
     return f"（{'；'.join(notes)}）" if language() == "zh" else f" ({'; '.join(notes)})"
 
 
 def cells(text: str) -> int:
-    """Columns of a terminal: a Chinese character takes two."""
+    """The width of a text in columns of a terminal: a Chinese character takes two."""
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 

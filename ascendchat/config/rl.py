@@ -1,76 +1,66 @@
-"""Config of `ascendchat rl`."""
+"""Configs of `ascendchat rl`, and of `rollout-server`, which starts vLLM for it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
-from ascendchat.config import accept, option
-from ascendchat.config.train import ChatTrainConfig
+from ascendchat.config.commands import VllmDevice
+from ascendchat.config.flags import accept, option
+from ascendchat.config.train import HFTrainConfig, OwnModelConfig
 from ascendchat.errors import UserError, nearest
+
+_STEP = "a step is --prompts-per-step times --samples answers"
+REFUSED: Mapping[str, str] = {  # settings of sft that RL had before it had a config of its own
+    **dict.fromkeys(("total_batch_size", "target_examples_per_step"), _STEP),
+    **dict.fromkeys(("load_optimizer", "warm_start"), "RL starts from weights alone"),
+    "dataset_dir": "--data takes the paths of files of questions",
+    "preview": "every answer is written to transcripts/ in the folder of the run",
+}
 
 
 @dataclass(frozen=True)
-class RlConfig(ChatTrainConfig):
+class RlConfig(HFTrainConfig, OwnModelConfig):
     """Reinforcement learning (GRPO and relatives): the model answers, answers are judged, good ones get likelier."""
 
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+
+    "# Model and data"
     start: str = option("", also=("model",))
     """run, checkpoint folder or Hugging Face model to start from; by default the last earlier stage of --run, or of the
     newest run"""
     data: tuple[str, ...] = ()
     """questions, as NAME or NAME=WEIGHT: tasks with checkable answers (gsm8k, mmlu, toy_problems, ...) or files of
     questions; by default gsm8k, for a model of the embedded corpus its arithmetic and word problems"""
+
+    "# Rewards"
     reward: tuple[str, ...] = ()
     """what an answer is worth, as NAME or NAME=WEIGHT, added up: task, answer, gsm8k, math-verify, choice, code,
     toyworld, format, length (tokens), or a function of yours, as module:function; by default task: what the task calls
     right"""
     reward_timeout: float = option(15.0, above=0, most=1e6)
-    "seconds after which such a function is given up"
+    "seconds after which a call of your reward function is given up"
     workflow: str = ""
     """conversations of several turns in place of one answer: calculator, try-again, or a function or class of yours, as
     module:name"""
     workflow_timeout: float = option(60.0, above=0, most=1e6)
     "seconds that a workflow may take between two answers of the model"
-    preset: Literal["default", "grpo", "drgrpo", "dapo", "gspo", "cispo", "reinforce"] = "default"
-    "how rewards become a loss"
-    clip_low: float | None = option(None, also=("epsilon",), above=0, most=1)
-    "how far the ratio to the policy before the update may fall below 1; by default the preset's"
-    clip_high: float | None = option(None, also=("epsilon_high",), above=0, most=1e3)
-    "how far it may rise above 1; by default the preset's"
-    correction: Literal["none", "mask", "truncate"] | None = None
-    """for tokens whose probability differs between generator and trainer: leave them out (mask, IcePop), weigh them by
-    at most 2 (truncate, truncated importance sampling), or none; by default the preset's"""
-    kl: float = option(0.0, also=("beta",), least=0, most=1e3)
-    "weight of the KL to the weights that the run starts from; 0: none, and no copy of them is kept"
-    batch_invariant: bool = False
-    "generator and trainer give exactly the same log-probabilities: slower, for float32 on a CPU"
+
+    "# Rollouts"
     prompts_per_step: int = option(16, also=("examples_per_step",), least=1, most=1e6)
     "questions per step, over all devices"
     samples: int = option(8, also=("num_samples", "group_size"), least=2, most=1e5)
     "answers to each question"
     max_new_tokens: int = option(256, least=1, most=1e6)
-    "tokens of an answer at most"
+    "maximum number of tokens of an answer"
     temperature: float = option(1.0, above=0, most=10)
-    "of the answers, and of the distribution that is trained"
+    "sampling temperature; also applied to the log-probabilities in training"
     top_k: int = option(0, least=0, most=1e7)
     "choose among this many tokens; 0: all"
     refill: int = option(2, least=0, most=100)
-    "times that groups without any difference in reward are replaced by other questions"
-    epochs: float = option(1.0, above=0, most=1e6)
-    "passes over the questions; --steps wins over it"
-    num_iterations: int | None = option(None, also=("steps",), least=1, most=1e9)
-    "optimizer steps; by default they follow from the epochs"
-    lr_multiplier: float = option(0.05, also=("init_lr_frac",), above=0, most=1e3)
-    "factor on every learning rate of pretraining"
-    learning_rate: float | None = option(None, above=0, most=1)
-    "of a Hugging Face model, for all its weights (AdamW); by default 1e-5, from 2 billion parameters on 1e-6"
-    eval_every: int = option(60, least=-1, most=1e9)
-    "steps between examinations; 0: only at the end, -1: never"
-    eval_examples: int = option(256, least=1, most=1e9)
-    "questions of an examination at most"
-    save_every: int = option(60, least=-1, most=1e9)
-    "steps between checkpoints; 0 and -1: only at the end"
+    "dynamic sampling: times that groups without any difference in reward are replaced by other questions"
     slots: int | None = option(None, least=1, most=1e5)
     "answers generated at the same time on each device; by default all of a step, at most 256"
     rollouts: tuple[str, ...] = ("local",)
@@ -88,13 +78,50 @@ class RlConfig(ChatTrainConfig):
     written by then is kept and continued"""
     rollout_patience: float = option(600.0, above=0, most=1e6)
     "seconds without any server that answers, after which the run ends"
-    rhythm: Literal["sync", "stream", "async"] = "sync"
+    rollout_mode: Literal["sync", "stream", "async"] = option("sync", also=("rhythm",))
     """sync: all answers of a step, then training; stream: groups are trained as they finish; async: answers are also
     generated while the weights change (--staleness)"""
     staleness: int = option(2, least=0, most=1e6)
-    "with --rhythm async: versions of the weights by which an answer may be older than those it is trained with"
+    "with --rollout-mode async: by how many versions the weights that answer may be older than those that are trained"
     updates: int = option(1, least=1, most=1e6)
-    "optimizer steps that share the questions of --prompts-per-step; the weights that answer change after all of them"
+    "optimizer steps on the questions of one --prompts-per-step; the weights that answer change after all of them"
+
+    "# Policy gradient"
+    preset: Literal["default", "grpo", "drgrpo", "dapo", "gspo", "cispo", "reinforce"] = "default"
+    "how rewards become a loss"
+    clip_low: float | None = option(None, also=("epsilon",), above=0, most=1)
+    "clipping: how far the ratio to the policy before the update may fall below 1; by default the preset's"
+    clip_high: float | None = option(None, also=("epsilon_high",), above=0, most=1e3)
+    "clipping: how far that ratio may rise above 1; by default the preset's"
+    correction: Literal["none", "mask", "truncate"] | None = None
+    """for tokens whose probability differs between generator and trainer: leave them out (mask, IcePop), weigh them by
+    at most 2 (truncate, truncated importance sampling), or none; by default the preset's"""
+    kl: float = option(0.0, also=("beta",), least=0, most=1e3)
+    "weight of the KL to the weights that the run starts from; 0: none, and no copy of them is kept"
+    batch_invariant: bool = False
+    "generator and trainer give exactly the same log-probabilities: slower, for float32 on a CPU"
+
+    "# Run"
+    epochs: float = option(1.0, above=0, most=1e6)
+    "passes over the questions; --steps wins over it"
+    num_iterations: int | None = option(None, also=("steps",), least=1, most=1e9)
+    "optimizer steps; by default they follow from the epochs"
+
+    "# Optimization"
+    lr_multiplier: float = option(0.05, also=("init_lr_frac",), above=0, most=1e3)
+    "factor on every learning rate of pretraining"
+    learning_rate: float | None = option(None, above=0, most=1)
+    "learning rate of a Hugging Face model, all weights (AdamW); by default 1e-5, from 2 billion parameters on 1e-6"
+
+    "# Batch and memory"
+
+    "# Validation, checkpoints and logging"
+    eval_every: int = option(60, least=-1, most=1e9)
+    "steps between evaluations; 0: only at the end, -1: never"
+    eval_examples: int = option(256, least=1, most=1e9)
+    "maximum number of questions of an evaluation"
+    save_every: int = option(60, least=-1, most=1e9)
+    "steps between checkpoints; 0 and -1: only at the end"
 
 
 # Config of `ascendchat rollout-server`, and the block `inference_engine:` of `ascendchat rl --config FILE`.
@@ -106,20 +133,22 @@ class RlConfig(ChatTrainConfig):
 
 @dataclass(frozen=True)
 class _VllmConfig:
-    """What is said to vLLM: the keys of `vllm_config`."""
+    """Settings of vLLM: the keys of `vllm_config`."""
 
-    device: Literal["npu", "cuda", "cpu"] | None = option(None, also=("device_type",))
-    "device that vLLM generates on; by default the first found of npu, cuda, cpu"
+    "# vLLM"
+
+    device: VllmDevice | None = option(None, also=("device_type",))
+    "device that vLLM generates on; by default the best one found"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     "dtype of the weights; auto: that of the model"
     enforce_eager: bool = False
     "capture no graphs: slower, and starts sooner"
     max_num_seqs: int | None = option(None, least=1, most=1e5)
-    "answers generated at the same time; by default as vLLM likes"
+    "answers generated at the same time; by default vLLM decides"
     gpu_memory_utilization: float | None = option(None, also=("memory_share",), above=0, most=1)
-    "share of the device's memory that vLLM takes; by default as vLLM likes"
+    "share of the device's memory that vLLM takes; by default vLLM decides"
     max_model_len: int | None = option(None, also=("context",), least=16, most=1e7)
-    "most tokens of prompt and answer together; by default that of the model"
+    "maximum number of tokens of prompt and answer together; by default that of the model"
     tensor_parallel_size: int = option(1, also=("tp",), least=1, most=1024)
     "devices that share the model"
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
@@ -129,7 +158,7 @@ class _VllmConfig:
     sleep_mode: bool = option(False, also=("enable_sleep_mode",))
     "let vLLM give its memory back between two uses (/sleep, /wake_up)"
     seed: int = option(0, least=0, most=2**31 - 1)
-    "of requests that name none"
+    "seed of requests that name none"
 
 
 @dataclass(frozen=True)
@@ -143,7 +172,7 @@ class RolloutServerConfig(_VllmConfig):
     python: str = ""
     "Python in whose environment vLLM is; by default that of the `vllm` on the PATH"
     host: str = "127.0.0.1"
-    "address to listen on; any other than this machine's own needs --no-auth: vLLM asks nobody who replaces weights"
+    "address to listen on; any other than this machine's own needs --no-auth: in vLLM anybody may replace the weights"
     port: int = option(8000, also=("p",), least=1, most=65535)
     "port to listen on"
     api_key_file: str = ""
@@ -159,7 +188,7 @@ class RolloutServerConfig(_VllmConfig):
 
 
 def vllm_settings(block: dict[str, Any], source: str = "inference_engine") -> dict[str, Any]:
-    """The values of a block `inference_engine:`, by the names of VllmConfig; what nobody knows is refused by name."""
+    """The values of a block `inference_engine:`, by the names of _VllmConfig's fields; unknown ones are a UserError."""
     unknown = next((key for key in block if key not in ("type", "vllm_config")), None)
     if unknown is not None:
         raise UserError(f"{source}: unknown setting {unknown}; {nearest(str(unknown), ['type', 'vllm_config'])}")
@@ -183,9 +212,7 @@ def vllm_settings(block: dict[str, Any], source: str = "inference_engine") -> di
 
 
 def merged(config: RolloutServerConfig) -> RolloutServerConfig:
-    """The config with what its block says, where no flag says anything."""
-    defaults = {field.name: field.default for field in dataclasses.fields(_VllmConfig)}
-    said = vllm_settings(config.inference_engine) if config.inference_engine else {}
-    return dataclasses.replace(
-        config, **{name: value for name, value in said.items() if getattr(config, name) == defaults[name]}
-    )
+    """The config with the settings of its block wherever no flag was given."""
+    block = vllm_settings(config.inference_engine) if config.inference_engine else {}
+    flags, usual = dataclasses.asdict(config), dataclasses.asdict(_VllmConfig())
+    return dataclasses.replace(config, **{name: value for name, value in block.items() if flags[name] == usual[name]})

@@ -325,7 +325,7 @@ def _pack(lengths: Int64s, fragment_tokens: int, seq_len: int) -> tuple[int, Int
     end)."""
     ends = np.cumsum(lengths)
     # after[i]: the first document that no longer fits in a row which begins with document i
-    after = np.searchsorted(ends, ends - lengths + seq_len, side="right").astype(np.int64)
+    after = np.searchsorted(ends, ends - lengths + seq_len, side="right").astype(np.int64)  # (documents,)
     jump = memoryview(after.data)  # indexes faster than an array
     first, at, total = [], 0, len(lengths)
     while at < total:
@@ -333,7 +333,7 @@ def _pack(lengths: Int64s, fragment_tokens: int, seq_len: int) -> tuple[int, Int
         at = jump[at]
     starts = np.array([*first, total], dtype=np.int64)
     before = np.concatenate([[0], ends])[starts]  # tokens of all documents before each row
-    gaps = seq_len - np.diff(before)
+    gaps = seq_len - np.diff(before)  # (rows,) tokens that fragments must fill
     # Giving up the first r rows adds their tokens to the fragments and leaves the gaps of the others: take the least r.
     need = np.append(np.cumsum(gaps[::-1])[::-1], 0)
     r = int(np.argmax(fragment_tokens + before >= need))

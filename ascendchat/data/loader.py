@@ -26,8 +26,16 @@ class MicroBatch:
 _HostBatch = tuple[NDArray[np.int64], NDArray[np.int32], int]  # inputs and targets (2, B, T): one copy to the device
 
 
-def _host_batch(batch: Batch, step_targets: int) -> _HostBatch:
-    return np.stack([batch.inputs, batch.targets]), batch.lengths, step_targets
+def _cut(batch: Batch, rows: int, step_targets: int) -> list[_HostBatch]:
+    """Cut a rank's slice of the global batch into micro-batches of so many rows."""
+    count, seq_len = batch.inputs.shape
+    ends = np.cumsum(batch.lengths)  # tokens up to the end of each segment
+    cut = []
+    for first in range(0, count, rows):
+        part = slice(first, min(first + rows, count))
+        begin, end = np.searchsorted(ends, (part.start * seq_len, part.stop * seq_len), side="right")
+        cut.append((np.stack([batch.inputs[part], batch.targets[part]]), batch.lengths[begin:end], step_targets))
+    return cut
 
 
 class Prefetcher:
@@ -79,13 +87,10 @@ class Prefetcher:
         start, end = self.rows
         while not stop.is_set():
             try:
-                edges, targets = range(start, end, self.micro_batch), self.batches.targets(step)
-                batches = [
-                    _host_batch(self.batches.batch(step, a, min(a + self.micro_batch, end)), targets) for a in edges
-                ]
+                batches = _cut(self.batches.batch(step, start, end), self.micro_batch, self.batches.targets(step))
             except BaseException as error:  # noqa: BLE001 (raised again by take, in the caller's thread)
                 batches = error
-            while not stop.is_set():
+            while not stop.is_set():  # a full queue must not keep `close` waiting
                 try:
                     out.put(batches, timeout=0.1)
                     break

@@ -155,10 +155,10 @@ class Batch:
 def locate(shares: Sequence[Fraction], number: int) -> tuple[int, int]:
     """Find row `number` of a mixture: (index of the source, row of that source)."""
     for which, share in enumerate(shares):
-        before = number * share.numerator // share.denominator
+        before = number * share.numerator // share.denominator  # rows of this source among the first `number`
         if (number + 1) * share.numerator // share.denominator > before:
             return which, before
-        number -= before
+        number -= before  # row number among those that this source leaves over
     raise AssertionError("the last source takes every row that is left")
 
 
@@ -200,14 +200,14 @@ class Batches:
         targets = np.empty_like(inputs)
         begin = step * self.rows_per_step
         places = [self.locate(number) for number in range(begin + start, begin + stop)]
-        which = np.array([source for source, _ in places], dtype=np.int64)
+        which = np.array([source for source, _ in places], dtype=np.int64)  # (n,) source of each row
         lengths, row_of = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for source in np.unique(which).tolist():
             at = np.flatnonzero(which == source)  # rows of this batch; consecutive rows of that source
-            part = np.empty((2, len(at), self.seq_len), dtype=np.int64)
+            part = np.empty((2, len(at), self.seq_len), dtype=np.int64)  # inputs, targets
             part_lengths, counts = self.rows[source].fill(places[at[0]][1], part[0], part[1])
             inputs[at], targets[at] = part
             lengths.append(part_lengths)
-            row_of.append(np.repeat(at, counts))
-        by_row = np.argsort(np.concatenate(row_of), kind="stable")
+            row_of.append(np.repeat(at, counts))  # row of each segment
+        by_row = np.argsort(np.concatenate(row_of), kind="stable")  # stable: segments of a row keep their order
         return Batch(inputs, targets, np.concatenate(lengths)[by_row].astype(np.int32))

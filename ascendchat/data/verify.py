@@ -144,7 +144,7 @@ def stored_folders(root: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _chosen(names: tuple[str, ...]) -> list[Path]:
+def _named_folders(names: tuple[str, ...]) -> list[Path]:
     if not names:
         return list(stored_folders(home()))
     folders: list[Path] = []
@@ -163,7 +163,7 @@ def _chosen(names: tuple[str, ...]) -> list[Path]:
 
 def run(config: DataVerifyConfig) -> int:
     """Run `ascendchat data verify`; exit status 0 when everything matches, 1 when not."""
-    results = verify_folders(_chosen(config.names), workers=config.workers)
+    results = verify_folders(_named_folders(config.names), workers=config.workers)
     faults = [fault for result in results for fault in result.faults]
     if config.json:
         report = {

@@ -3,8 +3,13 @@
     device = pick(config.device_type)     # NPU > CUDA > MPS > CPU, or what the user named
     where = device.bind(local_rank)       # a torch.device
 
-A new kind of chip is one file beside this one: `why_unusable()` gives the reason why it cannot be used, or None;
-`open_device()` returns its Device.
+A new kind of chip is one row of chips.KINDS and the file that it names, which has four functions:
+
+    why_unusable(asked)      # why it cannot be used (one sentence, next step), or None
+    names()                  # of the devices that torch sees, for `ascendchat doctor`
+    open_device(options)     # its Device
+    attention_kernels()      # its own attention kernels, best first (attention.py); () without any
+
 torch is imported by `pick`, never by importing this module.
 """
 
@@ -26,7 +31,19 @@ from ascendchat.errors import UserError, nearest
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Device", "DeviceOptions", "Mark", "Memory", "Scaling", "choose_dtype", "describe", "pick"]
+    from ascendchat.device.attention import Attention
+
+__all__ = [
+    "Device",
+    "DeviceOptions",
+    "Mark",
+    "Memory",
+    "Scaling",
+    "attention_kernels",
+    "choose_dtype",
+    "describe",
+    "pick",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,7 +59,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What fp16 needs. `overflow`: how `overflowed` notices it, by "inf" in the gradients or by a hardware "flag"."""
+    """Loss scaling that fp16 needs. `overflow`: how `overflowed` notices it, by "inf" in the gradients or by a hardware
+    "flag"."""
 
     needed: bool
     overflow: Literal["none", "inf", "flag"]
@@ -50,7 +68,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What the user may ask of a device; None leaves the choice to the chip."""
+    """Settings that the user may give; None leaves the choice to the chip."""
 
     dtype: str | None = None
     compiled: bool | None = None
@@ -64,7 +82,7 @@ class Mark(Protocol):
 
 
 class Device(Protocol):
-    """Everything the rest of the code may know about hardware."""
+    """Interface to the hardware: nothing else in the code knows which chip it runs on."""
 
     type: str  # "npu" | "cuda" | "mps" | "cpu"
     collective: str  # backend of torch.distributed
@@ -73,7 +91,7 @@ class Device(Protocol):
     pin: bool  # host memory can be pinned for asynchronous copies
     compiles: bool  # whether `compile` compiles
     triton: bool  # whether our own Triton kernels run here
-    records_training: bool  # whether a pass with its gradient can be recorded (graph)
+    records_training: bool  # whether a pass with its gradient can be captured (graph)
     narrow_cache: bool  # whether keys and values can be kept in 8 bits
 
     def count(self) -> int:
@@ -86,10 +104,10 @@ class Device(Protocol):
         """Seed the generators of the host and of the device."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device has finished its queue."""
 
     def responds(self) -> bool:
-        """Whether the device still computes: out of memory may leave one that does nothing, without an error."""
+        """Test that the device still computes: out of memory may leave one that does nothing, without an error."""
 
     def software(self) -> dict[str, str]:
         """Versions of what stands between torch and the chip, by name."""
@@ -107,7 +125,7 @@ class Device(Protocol):
         """Start a new peak."""
 
     def release(self) -> None:
-        """Give memory that nobody uses back to the driver, also what only holds itself: parts of an engine do."""
+        """Give unused memory back to the driver, reference cycles (an engine has some) included."""
 
     def compile(self, fn: F, **options: Any) -> F:
         """torch.compile where that is sound and wanted; `fn` itself elsewhere."""
@@ -115,48 +133,48 @@ class Device(Protocol):
     def graph(
         self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None
     ) -> Callable[..., Any]:
-        """Record `fn(*static_inputs)` once and replay it on each call, without its launches; `fn` itself where the
-        chip cannot. `fn` runs several times during recording, its shapes must not change, and each call overwrites
-        the outputs of the one before. `updates`: asked before each replay for the host arguments of the operators that
-        have some, one dict for each of them in their order."""
+        """Capture `fn(*static_inputs)` once and replay it on each call, without its launches; `fn` itself where the
+        chip cannot. `fn` runs several times during the capture, its shapes must not change, and each replay overwrites
+        the outputs of the one before. `updates` is called before each replay for the host arguments of the operators
+        that have some: one dict for each operator, in their order."""
 
     def trace(self, folder: Path) -> Callable[[], Path]:
         """Start the profiler; the result stops it and returns the Chrome trace that it wrote into `folder`."""
 
     def operators(self) -> Any | None:
-        """The operators of a block that this chip fuses (nn.gpt.Ops); None where plain torch is best."""
+        """Fused operators of a transformer block (nn.gpt.Ops); None where plain torch is best."""
 
     def packaged_mlp(self, *sizes: int) -> tuple[Callable[..., torch.Tensor] | None, str | None]:
-        """The MLP with its gradient (nn.gpt.Mlp) by a package that is installed, for layers of these sizes; and what
-        to tell the user of it, if there is one."""
+        """The MLP with its gradient (nn.gpt.Mlp) by an optional package, for layers of these sizes, or None; and a
+        sentence for the user about the package, or None without one."""
 
     @property
     def scaling(self) -> Scaling:
-        """Whether the loss must be scaled, and how overflow shows."""
+        """Loss scaling for the compute dtype."""
 
     def clear_overflow(self) -> None:
-        """Forget earlier overflow; call before each backward pass when scaling is needed."""
+        """Clear the overflow flag; call before each backward pass when scaling is needed."""
 
     def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether the backward pass overflowed on this device (waits for it)."""
+        """True if the backward pass overflowed on this device; waits for it."""
 
 
 DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
 
 
-def choose_dtype(chip: Chip, asked: str | None = None) -> str:
+def choose_dtype(chip: Chip, requested_dtype: str | None = None) -> str:
     """ "bf16", "fp16" or "fp32": what was asked if the chip can, else the best for training on this chip."""
-    fast = chip.device_type in ("npu", "cuda")  # matrix units for 16-bit numbers
-    if not asked or asked == "auto":
-        return ("bf16" if chip.bf16 else "fp16") if fast else "fp32"
-    name = DTYPES.get(asked.lower())
+    kind = KINDS[chip.device_type]
+    if not requested_dtype or requested_dtype == "auto":
+        return ("bf16" if chip.bf16 else "fp16") if kind.half else "fp32"
+    name = DTYPES.get(requested_dtype.lower())
     if name is None:
-        raise UserError(f"{asked!r} is not a dtype; {nearest(asked, ['fp32', 'bf16', 'fp16'])}")
-    if name == "bf16" and not chip.bf16 and chip.device_type != "cpu":  # CPUs compute it in software
-        instead = "fp16 (with loss scaling) or fp32" if fast else "fp32"
+        raise UserError(f"{requested_dtype!r} is not a dtype; {nearest(requested_dtype, ['fp32', 'bf16', 'fp16'])}")
+    if name == "bf16" and not chip.bf16 and not kind.emulates_bf16:
+        instead = "fp16 (with loss scaling) or fp32" if kind.half else "fp32"
         raise UserError(f"{chip.name} has no bf16; use {instead}: ASCENDCHAT_DTYPE={instead.split()[0]}")
-    if name == "fp16" and not fast:
-        raise UserError(f"fp16 is not used on {KINDS[chip.device_type].title}; use fp32: ASCENDCHAT_DTYPE=fp32")
+    if name == "fp16" and not kind.half:
+        raise UserError(f"fp16 is not used on {kind.title}; use fp32: ASCENDCHAT_DTYPE=fp32")
     return name
 
 
@@ -165,25 +183,33 @@ def pick(device_type: str | None = None, *, dtype: str | None = None, compiled: 
 
     dtype and compiled win over $ASCENDCHAT_DTYPE and $ASCENDCHAT_COMPILE.
     """
-    asked = requested(device_type)
+    requested_type = requested(device_type)
     options = DeviceOptions(
         dtype or os.environ.get("ASCENDCHAT_DTYPE"), _compile_wanted() if compiled is None else compiled
     )
     _import_torch()
-    for name in [asked] if asked else list(KINDS):
-        module = importlib.import_module(f"ascendchat.device.{name}")
-        problem = module.why_unusable(asked is not None)
+    for name in [requested_type] if requested_type else list(KINDS):
+        module = importlib.import_module(KINDS[name].module)
+        problem = module.why_unusable(requested_type is not None)
         if problem is None:
             device: Device = module.open_device(options)
             return device
-        if not asked and _expected(name) and os.environ.get("LOCAL_RANK", "0") == "0":
+        if not requested_type and _expected(name) and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"ascendchat: {translate(problem)}", file=sys.stderr)
     raise UserError(problem)
 
 
+def attention_kernels(device_type: str) -> Sequence[Attention]:
+    """The attention kernels that this type of device offers, best first; nn/attention.py chooses."""
+    if device_type not in KINDS:  # tensors of another program
+        return ()
+    offered: Sequence[Attention] = importlib.import_module(KINDS[device_type].module).attention_kernels()
+    return offered
+
+
 def _expected(device_type: str) -> bool:
-    """Whether the machine looks as if it had this device, so that going on without it must be said."""
-    return "torch_npu" in sys.modules if device_type == "npu" else device_type == "cuda" and look().nvidia
+    """True if the machine looks as if it had this device: then a run on another one says so."""
+    return "torch_npu" in sys.modules if KINDS[device_type].cann else look().has(device_type)
 
 
 def _compile_wanted() -> bool | None:
@@ -206,9 +232,9 @@ def _import_torch() -> None:
 
 
 def describe(device: Device) -> str:
-    """One line for the start of a run: what was picked and what it can do."""
+    """One line for the start of a run: device, dtype, memory, how it computes."""
     chip = device.chip
     parts = [f"{device.type}: {chip.name}", str(device.dtype).removeprefix("torch."), f"{chip.memory / 2**30:.1f} GiB"]
-    parts += [f"{device.count()} visible"] if device.type in ("npu", "cuda") else []
+    parts += [f"{device.count()} visible"] if KINDS[device.type].visible else []
     parts += ["compiled" if device.compiles else "eager", device.collective]
     return ", ".join(parts) + ("" if chip.known else f" ({chip.source})")

@@ -1,4 +1,4 @@
-"""What NPU and CUDA devices share: torch.npu and torch.cuda have the same functions, `api` is one of the two.
+"""Shared code of devices with a torch.NAME module: torch.npu and torch.cuda have the same functions; `api` is one.
 
 npu.py and cuda.py hold what differs: how the device is found, compiling, graphs, overflow.
 """
@@ -35,7 +35,7 @@ WARM_UPS = 3  # runs before a capture: allocator and libraries settle
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """While a graph is captured: an old graph that is found to be garbage then, and freed, ends the capture."""
+    """Turn the collector off while a graph is captured: freeing an old graph would end the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -98,11 +98,11 @@ class Accelerator:
         self.api.manual_seed_all(n)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device has finished its queue."""
         self.api.synchronize()
 
     def responds(self) -> bool:
-        """A number that nobody could know in advance, and a sum of it that the host checks."""
+        """Let the device add random numbers, and check the sum on the host."""
         drawn = secrets.randbelow(2**16)
         try:
             total = torch.full((64,), float(drawn), device=self.type).add_(1.0).sum()
@@ -111,7 +111,7 @@ class Accelerator:
             return False
 
     def software(self) -> dict[str, str]:
-        """Nothing that torch does not bring."""
+        """None besides torch."""
         return {}
 
     def event(self) -> EventMark:
@@ -139,7 +139,7 @@ class Accelerator:
         self.api.reset_peak_memory_stats()
 
     def release(self) -> None:
-        """Give memory that nobody uses back to the driver; see Device.release."""
+        """Give unused memory back to the driver."""
         gc.collect()
         self.api.empty_cache()
 
@@ -150,7 +150,7 @@ class Accelerator:
     def graph(
         self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None
     ) -> Callable[..., Any]:
-        """Record `fn` once and replay it; see Device.graph."""
+        """Capture `fn` once and replay it; see Device.graph."""
         if not self.chip.graphs:
             return fn
         assert updates is None, "no operator here has arguments on the host"
@@ -187,7 +187,7 @@ class Accelerator:
         return None
 
     def packaged_mlp(self, *sizes: int) -> tuple[Callable[..., torch.Tensor] | None, str | None]:
-        """No package is known."""
+        """There is no such package."""
         return None, None
 
     @property
@@ -197,15 +197,15 @@ class Accelerator:
         return Scaling(needed, ("flag" if self.saturates else "inf") if needed else "none")
 
     def clear_overflow(self) -> None:
-        """Nothing to forget: overflow is seen in the gradients themselves."""
+        """There is no flag: overflow is seen in the gradients."""
 
     def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether any gradient is inf or nan: one wait for all of them."""
+        """True if any gradient is inf or nan; one wait for all of them."""
         return bool(grads) and not bool(torch.stack([grad.isfinite().all() for grad in grads]).all())
 
 
 def current_chip(api: Any, device_type: str) -> Chip:
-    """The chip of this process's device. The device is chosen first: asking about device 0 from every rank would make
+    """Facts about the chip of this process. Its device is set first: asking about device 0 from every rank would make
     every rank hold memory there."""
     rank = os.environ.get("LOCAL_RANK", "0")
     api.set_device(int(rank) if rank.isdigit() and int(rank) < api.device_count() else 0)
@@ -216,69 +216,69 @@ def current_chip(api: Any, device_type: str) -> Chip:
 
 
 def usable_types() -> str:
-    """The device types that are there, for sentences about one that is not."""
-    there = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()]
-    return ", ".join([*there, "cpu"])
+    """The device types of this machine, for sentences about one that is missing."""
+    apis = {kind: getattr(torch, kind, None) for kind, row in KINDS.items() if not row.cann and kind != "cpu"}
+    return ", ".join([*(kind for kind, api in apis.items() if api and api.is_available()), "cpu"])
 
 
-# torch.compile whose result later processes find, for every device that compiles.
+# torch.compile with a cache on disk, for every device that compiles.
 
 Compiled = TypeVar("Compiled")
-SETTING = "autograd_cache_allow_custom_autograd_functions"  # older versions of torch do not have it,
-TAG = "cache_key_tag"  # nor this
-OPERATORS = "nn", "device"  # our packages whose code torch's keys may not see
-ROOM = 2**30  # bytes that are free where something is kept; a model of depth 12 takes a tenth of it
+AUTOGRAD_CACHE = "autograd_cache_allow_custom_autograd_functions"  # older versions of torch do not have it,
+CACHE_TAG = "cache_key_tag"  # nor this
+OPERATOR_PACKAGES = "nn", "device"  # our packages whose code torch's keys may not see
+MIN_FREE = 2**30  # bytes that are free where something is kept; a model of depth 12 takes a tenth of it
 
 
-def keep(variable: str, part: str) -> None:
-    """Let `variable`, unless it is set, name a folder where a restart of the machine leaves alone what was compiled:
-    $ASCENDCHAT_HOME/compiled. Not on several nodes: they share that folder, and would wait for each other's locks. Nor
-    where compiling would fail because of it: then the folder is the usual one, under /tmp."""
+def keep_compiled(variable: str, part: str) -> None:
+    """Set `variable`, unless the user has, to a compile cache that survives a restart of the machine:
+    $ASCENDCHAT_HOME/compiled. Not on several nodes, which share that folder and would wait for each other's locks, and
+    not where compiling would fail because of it: then the cache stays under /tmp."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     one_node = ranks == os.environ.get("LOCAL_WORLD_SIZE", ranks)
     folder = home() / "compiled" / part
-    if variable not in os.environ and one_node and serves(folder):
+    if variable not in os.environ and one_node and is_usable(folder):
         os.environ[variable] = str(folder)
 
 
-def serves(folder: Path) -> bool:
-    """Whether a compiler can work in this folder, which is made: it is ours alone, since what lies there is run; there
-    is room; and torch can name it to the C++ compiler, whose command it splits as a shell does."""
+def is_usable(folder: Path) -> bool:
+    """Make the folder and test that a compiler can work in it: it is ours alone, since what lies there is run; there is
+    room; and torch can name it to the C++ compiler, whose command it splits as a shell does."""
     try:
         if shlex.split(str(folder)) != [str(folder)]:
             return False
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2**16))
-        return folder.stat().st_uid == os.getuid() and shutil.disk_usage(folder).free >= ROOM
+        return folder.stat().st_uid == os.getuid() and shutil.disk_usage(folder).free >= MIN_FREE
     except (OSError, ValueError):  # read-only, full, a file of that name; a quotation that does not end
         return False
 
 
 @cache
-def version() -> str:
-    """Of the code of our operators: the release, and what was changed in it since."""
-    package, found = Path(__file__).parent.parent, hashlib.sha256()
-    for path in sorted(path for name in OPERATORS for path in (package / name).glob("*.py")):
-        found.update(path.read_bytes())
-    return f"ascendchat {__version__} {found.hexdigest()[:16]}"
+def operators_version() -> str:
+    """Version of our operators: the release and a hash of their source."""
+    package, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(path for name in OPERATOR_PACKAGES for path in (package / name).glob("*.py")):
+        digest.update(path.read_bytes())
+    return f"ascendchat {__version__} {digest.hexdigest()[:16]}"
 
 
 def compiled(fn: Compiled, **options: Any) -> Compiled:
-    """torch.compile, found again by later processes.
+    """torch.compile with a cache that later processes find.
 
     torch does not keep the gradients of functions that write theirs out themselves, unless told to: what they compute
     is part of the key. Depth 4 on a CPU, found again: 9 s instead of 24. Of an operator of ours only the name is part
     of the key: what another version made of it would be found, with the gradient that it had then.
     """
-    keep("TORCHINDUCTOR_CACHE_DIR", "torch")
-    if hasattr(torch._functorch.config, SETTING):
-        setattr(torch._functorch.config, SETTING, True)
-    told: Any = getattr(torch.compiler, "config", None)
-    if not hasattr(told, TAG):
+    keep_compiled("TORCHINDUCTOR_CACHE_DIR", "torch")
+    if hasattr(torch._functorch.config, AUTOGRAD_CACHE):
+        setattr(torch._functorch.config, AUTOGRAD_CACHE, True)
+    config: Any = getattr(torch.compiler, "config", None)
+    if not hasattr(config, CACHE_TAG):
         torch._functorch.config.enable_autograd_cache = False
-    elif version() not in (tag := getattr(told, TAG)):
-        setattr(told, TAG, f"{tag} {version()}".strip())
+    elif operators_version() not in (tag := getattr(config, CACHE_TAG)):
+        setattr(config, CACHE_TAG, f"{tag} {operators_version()}".strip())
     return torch.compile(fn, **options)  # type: ignore[call-overload, no-any-return]
 
 
@@ -317,12 +317,12 @@ def ascend_trace(folder: Path) -> Callable[[], Path]:
 
     def stop() -> Path:
         running.stop()
-        found = sorted(folder.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))
-        if not found:
+        traces = sorted(folder.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))
+        if not traces:
             raise UserError(
                 f"torch_npu's profiler wrote no trace into {folder}; is the CANN toolkit installed, with msprof? "
                 "`ascendchat doctor` looks; or train without --profile"
             )
-        return found[-1]
+        return traces[-1]
 
     return stop

@@ -31,18 +31,18 @@ BESIDE = "decorator attrs scipy psutil cloudpickle"  # what CANN's own Python ne
 
 def numbers(version: str) -> tuple[int, ...]:
     """The first two numbers of a version: (9, 1); (0, 0) where it has none."""
-    found = re.findall(r"\d+", version)
-    return (int(found[0]), int(found[1])) if len(found) > 1 else (0, 0)
+    parts = re.findall(r"\d+", version)
+    return (int(parts[0]), int(parts[1])) if len(parts) > 1 else (0, 0)
 
 
 def cann_for(torch_npu: str) -> str:
-    """The CANN that a torch_npu was released for; "" where that is not known."""
+    """The CANN that a torch_npu was released for; "" for an unlisted wheel."""
     version = torch_npu.split("+")[0]
     return next((cann for cann, wheels in PAIRS.items() if version in wheels), NEWEST if version in UNPAIRED else "")
 
 
 def fits(torch_npu: str, cann: str) -> bool:
-    """Whether the two belong together, or nothing is known that says otherwise."""
+    """True if the two belong together, or nothing says otherwise."""
     wanted = cann_for(torch_npu)
     if torch_npu.split("+")[0] in UNPAIRED:
         return numbers(cann) >= numbers(wanted)
@@ -57,12 +57,12 @@ def torch_npu_for(cann: str) -> str:
 
 
 def install_line(cann: str, machine: str = "") -> str:
-    """What to type so that torch and torch_npu fit this CANN ("": the newest) on this `machine` (`uname -m`)."""
+    """The pip command for torch and torch_npu that fit this CANN ("": the newest) on this `machine` (`uname -m`)."""
     return pair_line(torch_npu_for(cann or NEWEST), machine) + f" {BESIDE}"
 
 
 def pair_line(wheel: str, machine: str = "") -> str:
-    """What to type for a torch_npu and the torch that belongs to it."""
+    """The pip command for a torch_npu and the torch that belongs to it."""
     torch = ".".join(wheel.split(".")[:3])
     own = (machine or platform.machine()) == "x86_64" and numbers(wheel) <= CPU_BUILDS
     return f"pip install torch=={torch}{'+cpu' if own else ''} torch_npu=={wheel}"

@@ -17,6 +17,7 @@ import torch
 from ascendchat.chips import KINDS, this_cpu
 from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
 from ascendchat.device.accelerator import compiled, torch_trace
+from ascendchat.device.attention import Attention
 
 
 def why_unusable(asked: bool) -> str | None:
@@ -24,21 +25,31 @@ def why_unusable(asked: bool) -> str | None:
     return None
 
 
+def names() -> list[str]:
+    """The one CPU."""
+    return [platform.machine()]
+
+
 def open_device(options: DeviceOptions) -> CPU:
     """The CPU of this machine."""
     return CPU(options)
 
 
+def attention_kernels() -> Sequence[Attention]:
+    """The generic ones are enough."""
+    return ()
+
+
 def prefer_plain_products() -> None:
-    """For a process that multiplies few rows at a time in fp32, as in decoding. On ARM torch gives products of more
-    than a dozen rows to oneDNN, whose preparation costs more: on a Neoverse N1 (16, 128) x (128, 384) takes
-    750 us instead of 90, (16, 768) x (768, 768) 1800 instead of 830; from 256 rows on there is no difference."""
+    """Turn off oneDNN, for a process that multiplies few rows at a time in fp32, as in decoding. On ARM torch gives
+    products of more than a dozen rows to oneDNN, whose preparation costs more: on a Neoverse N1 (16, 128) x (128, 384)
+    takes 750 us instead of 90, (16, 768) x (768, 768) 1800 instead of 830; from 256 rows on there is no difference."""
     if platform.machine() in ("aarch64", "arm64"):
         torch.backends.mkldnn.set_flags(_enabled=False)
 
 
 def keep_freed_memory() -> None:
-    """glibc hands large blocks back to the kernel when they are freed, and the next step waits for each of their pages
+    """Let glibc keep large freed blocks: else it hands them back to the kernel, and the next step waits for each page
     anew: 14,000 faults in a step of 1.6 M parameters and 2,048 tokens, 2,000 with this. `CPU.release` gives back."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; older versions take no more than 32 MiB
@@ -85,14 +96,14 @@ class CPU:
         torch.manual_seed(n)
 
     def synchronize(self) -> None:
-        """Nothing runs behind the caller's back."""
+        """Nothing to wait for: calls return when their work is done."""
 
     def responds(self) -> bool:
         """Always."""
         return True
 
     def software(self) -> dict[str, str]:
-        """Nothing but torch."""
+        """None besides torch."""
         return {}
 
     def event(self) -> _ClockMark:
@@ -100,7 +111,7 @@ class CPU:
         return _ClockMark()
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The value of this moment."""
+        """A copy made at once."""
         copy = tensor.clone()
         return lambda: copy
 
@@ -145,7 +156,7 @@ class CPU:
         return None
 
     def packaged_mlp(self, *sizes: int) -> tuple[Callable[..., torch.Tensor] | None, str | None]:
-        """No package is known."""
+        """There is no such package."""
         return None, None
 
     @property
@@ -154,8 +165,8 @@ class CPU:
         return Scaling(needed=False, overflow="none")
 
     def clear_overflow(self) -> None:
-        """Nothing to forget."""
+        """There is no flag."""
 
     def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether any gradient is inf or nan."""
+        """True if any gradient is inf or nan."""
         return any(not bool(grad.isfinite().all()) for grad in grads)

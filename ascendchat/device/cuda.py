@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from ascendchat.chips import Chip
 from ascendchat.device import DeviceOptions
 from ascendchat.device.accelerator import Accelerator, current_chip
+from ascendchat.device.attention import Attention
+from ascendchat.device.cuda_attention import Flash
 
 
 def why_unusable(asked: bool) -> str | None:
@@ -25,6 +27,11 @@ def why_unusable(asked: bool) -> str | None:
     return f"no NVIDIA GPU can be used: {why}, or choose another device, for example --device-type cpu"
 
 
+def names() -> list[str]:
+    """Names of the GPUs that torch sees."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
 def open_device(options: DeviceOptions) -> CUDA:
     """The GPU of this process."""
     device = CUDA(torch.cuda, current_chip(torch.cuda, "cuda"), options)
@@ -34,6 +41,11 @@ def open_device(options: DeviceOptions) -> CUDA:
     device.compiles = options.compiled is not False
     device.triton = device.compiles and find_spec("triton") is not None
     return device
+
+
+def attention_kernels() -> Sequence[Attention]:
+    """torch's flash kernel, with an optional package for rows of training."""
+    return (Flash(),)
 
 
 class CUDA(Accelerator):
@@ -53,9 +65,8 @@ class CUDA(Accelerator):
             return None, None
         from ascendchat.device import cuda_products
 
-        place = torch.device(self.type)
-        usable = cuda_products.usable(place, self.dtype, *sizes)
-        return cuda_products.mlp if usable else None, cuda_products.notice(place, self.dtype, *sizes)
+        refusal = cuda_products.refusal(torch.device(self.type), self.dtype, *sizes)
+        return None if refusal else cuda_products.mlp, cuda_products.PACKAGE.notice(refusal)
 
     def software(self) -> dict[str, str]:
         """The CUDA that torch was built with."""

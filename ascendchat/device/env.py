@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ascendchat.chips import KINDS
-from ascendchat.config import install_command
 from ascendchat.errors import UserError, nearest
+from ascendchat.version import install_command
 
 # Prints "type count". In its own process: importing torch is slow, and this one must not hold a device.
 COUNT_PROGRAM = """
 import sys
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.device import pick
 from ascendchat.device.env import prepare_environment
 kind = sys.argv[1] or None
@@ -59,22 +59,14 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # "0": `import torch` leaves torch_n
 INSTALL_NPU = install_command("npu")
 SOURCE_CANN = "source /usr/local/Ascend/cann/set_env.sh (or /usr/local/Ascend/ascend-toolkit/set_env.sh)"
 
-NPU_TRAINING = {
-    "TASK_QUEUE_ENABLE": "2",  # launches and workspace of operators each get their own host thread
-    "CPU_AFFINITY_CONF": "1",  # bind host threads to the cores near their NPU
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # less fragmentation
-    "HCCL_CONNECT_TIMEOUT": "600",  # seconds; 120, the default, is short when ranks load data at different speeds
-}
-NPU_GENERATING = {**NPU_TRAINING, "TASK_QUEUE_ENABLE": "1"}  # torch_npu captures no graph in mode 2
 NPU_DEBUG = {
-    **NPU_TRAINING,
+    **KINDS["npu"].environment,
     "ASCEND_LAUNCH_BLOCKING": "1",  # the Python line that fails is the line that is shown
     "TASK_QUEUE_ENABLE": "0",
     "ASCEND_GLOBAL_LOG_LEVEL": "1",  # info, written to $ASCEND_PROCESS_LOG_PATH or ~/ascend/log
     "ASCEND_GLOBAL_EVENT_ENABLE": "1",
     "TORCH_HCCL_DESYNC_DEBUG": "1",  # a hung collective names the ranks that differ
 }
-CUDA_TRAINING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK_ID", "RANK_SIZE")
 PLACE = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 PLACE_OF_JOB = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_", "SLURM_", "PET_", "MA_NUM_", "VC_")  # how they begin
@@ -83,7 +75,7 @@ ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # both give 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What can be known about an NPU without importing anything."""
+    """Facts about the machine that need no import of torch."""
 
     torch_npu: bool  # the package is installed
     cann: bool  # the libraries torch_npu links to can be found by the loader
@@ -91,15 +83,19 @@ class MachineFacts:
     nodes: tuple[str, ...]  # /dev/davinci0 ...
     nvidia: bool  # an NVIDIA driver is loaded
 
+    def has(self, device_type: str) -> bool:
+        """True if devices of this type can be seen without torch."""
+        return {"npu": bool(self.nodes) or (self.cann and self.driver), "cuda": self.nvidia}.get(device_type, False)
+
     def may_have(self, device_type: str) -> bool:
-        """Whether it is worth asking torch for numbered devices of this type."""
-        found = {"npu": self.torch_npu and self.cann and self.driver, "cuda": self.nvidia}
-        return found.get(device_type, False)
+        """True if torch is worth asking for numbered devices of this type."""
+        seen = {"npu": self.torch_npu and self.cann and self.driver, "cuda": self.nvidia}
+        return seen.get(device_type, bool(KINDS[device_type].visible))
 
 
 @dataclass(frozen=True)
 class PreparedEnvironment:
-    """What `prepare_environment` did."""
+    """Result of `prepare_environment`."""
 
     device_type: str | None  # asked for, or None: `device.pick` decides
     set: dict[str, str] = field(default_factory=dict)
@@ -135,7 +131,7 @@ def look(environ: Mapping[str, str] = os.environ) -> MachineFacts:
 
 
 def _where(library: str, environ: Mapping[str, str]) -> str:
-    """How the loader would find a library: its path in LD_LIBRARY_PATH, its name in the cache of ldconfig, or ""."""
+    """Find a library as the loader would: its path in LD_LIBRARY_PATH, its name in the cache of ldconfig, or ""."""
     for folder in environ.get("LD_LIBRARY_PATH", "").split(":"):
         if folder and (Path(folder) / library).is_file():
             return str(Path(folder) / library)
@@ -162,48 +158,49 @@ def prepare_environment(
 
     `generates`: the command decodes with captured graphs. `machine` is what `look` returned; tests give their own.
     """
-    asked = requested(device_type, environ)
-    seen = machine or look(environ)
+    requested_type = requested(device_type, environ)
+    machine_facts = machine or look(environ)
     warnings: list[str] = []
     profile: dict[str, str] = {}
-    npu = _npu_expected(asked, seen, environ, warnings)
+    npu = _npu_expected(requested_type, machine_facts, environ, warnings)
+    kind = "npu" if npu else requested_type or ("cuda" if machine_facts.nvidia else "cpu")
+    profile |= KINDS[kind].environment | (KINDS[kind].generating if generates else {})
     if npu:
-        profile |= NPU_DEBUG if debug else NPU_GENERATING if generates else NPU_TRAINING
+        profile |= NPU_DEBUG if debug else {}
         general = environ.get("PYTORCH_ALLOC_CONF")
         if general is not None and environ.get("PYTORCH_NPU_ALLOC_CONF", general) != general:
             raise UserError(
                 "PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set, and torch_npu stops when they are; "
                 "unset one of them: unset PYTORCH_NPU_ALLOC_CONF"
             )
-    elif asked == "cuda" or (asked is None and seen.nvidia):
-        profile |= CUDA_TRAINING
-    if not (npu and seen.cann and seen.driver):
+    if not (npu and machine_facts.cann and machine_facts.driver):
         # `import torch` must not fail over a torch_npu that cannot load. device/npu.py imports it by name when an NPU
         # was asked for, and turns a failure into one sentence.
         profile[AUTOLOAD] = "0"
     if debug and not npu:
-        warnings.append(f"--npu-debug changes nothing here: no NPU is used ({asked or 'none was found'})")
-    done = PreparedEnvironment(asked, warnings=warnings)
+        warnings.append(f"--npu-debug changes nothing here: no NPU is used ({requested_type or 'none was found'})")
+    prepared = PreparedEnvironment(requested_type, warnings=warnings)
     for name, value in profile.items():
         if name in ALLOCATORS and "PYTORCH_ALLOC_CONF" in environ:
-            done.kept["PYTORCH_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"]
+            prepared.kept["PYTORCH_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"]
         elif name not in environ:
-            environ[name] = done.set[name] = value
+            environ[name] = prepared.set[name] = value
         elif environ[name] != value:
-            done.kept[name] = environ[name]
+            prepared.kept[name] = environ[name]
     if npu:
         ours = NPU_DEBUG if debug else {}
         warnings += [h.sentence() for h in harmful_settings(environ) if ours.get(h.name) != h.value]
         if debug:
-            kept = [f"{name}={value}" for name, value in done.kept.items() if name in NPU_DEBUG]
+            kept = [f"{name}={value}" for name, value in prepared.kept.items() if name in NPU_DEBUG]
             warnings += [f"{text} was already set and stays, so --npu-debug is not complete" for text in kept]
-    return done
+    return prepared
 
 
 def without_own_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a process that prepares its own: without what a profile here may have set, and without the
     place of this process among its ranks and of this machine in its job, as torchrun or a scheduler told it."""
-    profiles = [*NPU_TRAINING.items(), *NPU_GENERATING.items(), *NPU_DEBUG.items(), *CUDA_TRAINING.items()]
+    profiles = [setting for row in KINDS.values() for setting in (*row.environment.items(), *row.generating.items())]
+    profiles += NPU_DEBUG.items()
     return {
         name: value
         for name, value in environ.items()
@@ -229,49 +226,49 @@ def devices_behind(
     return {variable: ",".join(names[used : used + count])}
 
 
-def _npu_expected(asked: str | None, seen: MachineFacts, environ: Mapping[str, str], warnings: list[str]) -> bool:
-    """Whether this run will use an NPU, as far as that can be known before torch is imported."""
+def _npu_expected(asked: str | None, machine: MachineFacts, environ: Mapping[str, str], warnings: list[str]) -> bool:
+    """Decide, before torch is imported, if this run will use an NPU."""
     if asked == "npu":
-        if not seen.torch_npu:
-            raise UserError(torch_npu_missing(seen))
+        if not machine.torch_npu:
+            raise UserError(torch_npu_missing(machine))
         return True
     if asked is not None or environ.get(AUTOLOAD) == "0":
         return False
-    if not seen.torch_npu:
-        if seen.nodes:
+    if not machine.torch_npu:
+        if machine.nodes:
             warnings.append(
-                f"{len(seen.nodes)} NPU(s) are here ({seen.nodes[0]}) but torch_npu is not installed, so they are not "
-                f"used: {INSTALL_NPU}"
+                f"{len(machine.nodes)} NPU(s) are here ({machine.nodes[0]}) but torch_npu is not installed, so they "
+                f"are not used: {INSTALL_NPU}"
             )
         return False
-    if seen.cann and seen.driver:
+    if machine.cann and machine.driver:
         return True
-    if seen.nodes:
-        raise UserError(cann_missing(seen))
-    what = "the NPU driver is not" if seen.cann else "CANN is not loaded and no /dev/davinci* is"
+    if machine.nodes:
+        raise UserError(cann_missing(machine))
+    what = "the NPU driver is not" if machine.cann else "CANN is not loaded and no /dev/davinci* is"
     warnings.append(f"torch_npu is installed but {what} there, so it is left alone ({AUTOLOAD}=0)")
     return False
 
 
-def torch_npu_missing(seen: MachineFacts) -> str:
+def torch_npu_missing(machine: MachineFacts) -> str:
     """The sentence for an NPU without its PyTorch plug-in."""
-    nodes = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci* either"
+    nodes = f"{len(machine.nodes)} device(s) in /dev/davinci*" if machine.nodes else "no /dev/davinci* either"
     return (
         f"no NPU can be used: torch_npu is not installed (found {nodes}); "
         f"{INSTALL_NPU}, or choose another device, for example --device-type cpu"
     )
 
 
-def cann_missing(seen: MachineFacts) -> str:
+def cann_missing(machine: MachineFacts) -> str:
     """The sentence for an NPU whose CANN libraries are not loaded."""
-    nodes = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci*"
+    nodes = f"{len(machine.nodes)} device(s) in /dev/davinci*" if machine.nodes else "no /dev/davinci*"
     return (
         f"torch_npu is installed but the CANN libraries are not loaded (found {nodes}); first run: {SOURCE_CANN}, "
         f"or do without the NPU: --device-type cpu (for other programs: {AUTOLOAD}=0)"
     )
 
 
-def load_problem(error: BaseException, seen: MachineFacts) -> str:
+def load_problem(error: BaseException, machine: MachineFacts) -> str:
     """Why torch_npu could not be loaded, as one sentence, from the error (and its causes) that loading it raised."""
     causes: list[str] = []
     link: BaseException | None = error
@@ -285,7 +282,7 @@ def load_problem(error: BaseException, seen: MachineFacts) -> str:
             "driver's folders and devices mounted, then run: ascendchat doctor"
         )
     if "cannot open shared object file" in text:
-        return cann_missing(seen)
+        return cann_missing(machine)
     if "undefined symbol" in text:
         return (
             "torch_npu does not fit the installed torch (undefined symbol); their versions must be equal: "
@@ -346,7 +343,7 @@ def known_harmful() -> dict[str, Any]:
 
 
 def visible_problem(value: str) -> tuple[str, str] | None:
-    """What is wrong with a list of visible NPUs, in English and Chinese, or None. The driver wants "0,1,2": digits and
+    """Check a list of visible NPUs: the fault in English and Chinese, or None. The driver wants "0,1,2": digits and
     commas, strictly ascending. It stops reading at any other character, and finds no device when the order is wrong."""
     if not re.fullmatch(r"\d+(,\d+)*", value):
         return "only digits and commas are read, and reading stops at a space", "只认数字和逗号，遇到空格即停止解析"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ascendchat.chips import KINDS, detected
 from ascendchat.device import DeviceOptions, Memory, choose_dtype
 from ascendchat.device.accelerator import TORCH_DTYPES, EventMark
+from ascendchat.device.attention import Attention
 from ascendchat.device.cpu import CPU
 from ascendchat.errors import UserError
 
@@ -23,11 +25,21 @@ def why_unusable(asked: bool) -> str | None:
     return f"no Apple GPU can be used: {why}; choose another device, for example --device-type cpu"
 
 
+def names() -> list[str]:
+    """The one GPU of a Mac, by the name of its processor family."""
+    return [platform.machine()] if torch.backends.mps.is_available() else []
+
+
 def open_device(options: DeviceOptions) -> _MPS:
     """The GPU of this Mac."""
     if options.compiled:
         raise UserError("compiling is not supported on an Apple GPU; ASCENDCHAT_COMPILE=0")
     return _MPS(options)
+
+
+def attention_kernels() -> Sequence[Attention]:
+    """The generic ones are enough."""
+    return ()
 
 
 class _MPS(CPU):

@@ -21,8 +21,10 @@ import torch
 from ascendchat.chips import KINDS
 from ascendchat.device import DeviceOptions
 from ascendchat.device.accelerator import Accelerator, ascend_trace, current_chip, usable_types
+from ascendchat.device.attention import Attention
 from ascendchat.device.cann import cann_version
 from ascendchat.device.env import load_problem, look, torch_npu_missing, visible_problem
+from ascendchat.device.npu_attention import NpuFusion, NpuSdpa
 from ascendchat.device.npu_ops import EagerOps, NPUOps
 from ascendchat.errors import UserError
 
@@ -51,6 +53,12 @@ def why_unusable(asked: bool) -> str | None:
     )
 
 
+def names() -> list[str]:
+    """Names of the NPUs that torch sees; none where torch_npu is not loaded."""
+    npu: Any = getattr(torch, "npu", None)
+    return [npu.get_device_name(i) for i in range(npu.device_count())] if npu else []
+
+
 def open_device(options: DeviceOptions) -> NPU:
     """The NPU of this process."""
     api: Any = torch.npu  # type: ignore[attr-defined]
@@ -65,6 +73,11 @@ def open_device(options: DeviceOptions) -> NPU:
     device.compiles = bool(options.compiled)
     device.saturates = not api.utils.is_support_inf_nan()  # a setting too: INF_NAN_MODE_FORCE_DISABLE
     return device
+
+
+def attention_kernels() -> Sequence[Attention]:
+    """The fused kernel; and torch's own, which needs two changes here."""
+    return NpuFusion(), NpuSdpa()
 
 
 def has_triton_ascend() -> bool:

@@ -82,27 +82,27 @@ class _Smear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, smear: Tensor, narrow: Tensor, takes: Tensor) -> Tensor:
-        flat, found = rows(x), torch.empty_like(x)
+        flat, out = rows(x), torch.empty_like(x)
         opened = torch.sigmoid(flat[:, : gate.size(1)] @ gate.t())  # (N, 1)
         weight = opened * narrow
-        torch.addcmul(flat[1:], flat[:-1], weight[1:], out=rows(found)[1:])
-        found[:, 0] = x[:, 0]
+        torch.addcmul(flat[1:], flat[:-1], weight[1:], out=rows(out)[1:])
+        out[:, 0] = x[:, 0]
         ctx.save_for_backward(x, opened, weight, narrow, takes)
         ctx.gate = gate
-        return found
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, opened, weight, narrow, takes = ctx.saved_tensors
-        flat, found, gate = rows(grad), torch.empty_like(x), ctx.gate
-        torch.addcmul(flat[:-1], flat[1:], weight[1:], out=rows(found)[:-1])
-        found[:, -1] = grad[:, -1]
+        flat, out, gate = rows(grad), torch.empty_like(x), ctx.gate
+        torch.addcmul(flat[:-1], flat[1:], weight[1:], out=rows(out)[:-1])
+        out[:, -1] = grad[:, -1]
         of_weight = (flat[1:] * rows(x)[:-1]).sum(dim=-1, keepdim=True) * takes.t()
         of_smear = (of_weight * opened[1:]).sum(dtype=torch.float32).view(1)
         slope = torch.ops.aten.sigmoid_backward(of_weight * narrow, opened[1:])
         part = rows(x)[1:, : gate.size(1)]
-        rows(found)[1:, : gate.size(1)].addmm_(slope, gate.detach())
-        return found, learn(gate, slope, part) if ctx.needs_input_grad[1] else None, of_smear, None, None
+        rows(out)[1:, : gate.size(1)].addmm_(slope, gate.detach())
+        return out, learn(gate, slope, part) if ctx.needs_input_grad[1] else None, of_smear, None, None
 
 
 class _Gated(torch.autograd.Function):
@@ -218,17 +218,17 @@ class _HeadsOfRows(torch.autograd.Function):
         inner = shifted[..., : ctx.turned, :]
         dqk = torch.ops.npu.npu_rms_norm_backward(turned_back, inner, ops.ones_of(qkv), rstd)[0]
         grad = torch.cat((dqk, dv), dim=2)
-        flat, before, found = (x.view(qkv.size(0) * qkv.size(1), -1) for x in (grad, qkv, torch.empty_like(qkv)))
+        flat, before, out = (x.view(qkv.size(0) * qkv.size(1), -1) for x in (grad, qkv, torch.empty_like(qkv)))
         taken = flat[1:] * takes.view(-1, 1) if ctx.packed else flat[1:]
-        torch.addcmul(flat[:-1], taken, narrow, out=found[:-1])
-        found = found.view(qkv.shape)
-        found[:, -1] = grad[:, -1]
+        torch.addcmul(flat[:-1], taken, narrow, out=out[:-1])
+        out = out.view(qkv.shape)
+        out[:, -1] = grad[:, -1]
         of_share = None
         if ctx.needs_input_grad[1]:
             wide = flat[1:].float() if grad.dtype == torch.float16 else flat[1:]  # the product may leave its range
             products = wide * before[:-1]
             of_share = learn(ctx.share, takes.to(products.dtype).t(), products)
-        return found, of_share, None, None, None, None, None
+        return out, of_share, None, None, None, None, None
 
 
 class NPUOps:
@@ -242,7 +242,7 @@ class NPUOps:
         self.ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NPUOps:
-        """The same for all models: it has nothing of theirs, and a module of Python cannot be copied."""
+        """Copies of a model share it: it holds nothing of theirs, and a Python module cannot be copied."""
         return self
 
     def ones_of(self, x: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class NPUOps:
 
 
 class EagerOps(NPUOps):
-    """The same with the functions above."""
+    """NPUOps with the gradients written out above: each operator of eager mode is a launch."""
 
     def __init__(self) -> None:
         super().__init__()

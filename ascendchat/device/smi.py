@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from ascendchat.chips import MIB
+from ascendchat.chips import KINDS, MIB
 
-VENDOR_TOOLS = ("npu-smi", "nvidia-smi")
+VENDOR_TOOLS = tuple(kind.tool for kind in KINDS.values() if kind.tool)
 # The driver installs npu-smi into folders that are not on everybody's PATH.
 EXTRA_PATH = ("/usr/local/bin", "/usr/local/sbin")
 TIMEOUT = 15.0  # seconds; npu-smi needs about one per four cards
@@ -62,7 +62,7 @@ class ProcessReading:
 
 @dataclass(frozen=True)
 class Readings:
-    """What one tool said: devices and the processes on them."""
+    """Output of one tool: devices and the processes on them."""
 
     tool: str
     version: str = ""
@@ -100,8 +100,8 @@ def run_tool(tool: str, arguments: list[str], timeout: float = TIMEOUT) -> str |
     output = f"{done.stdout}\n{done.stderr}"
     failure = next((line.strip() for line in output.splitlines() if FAILURES.search(line)), "")
     if done.returncode != 0 or (failure and "|" not in done.stdout):  # a whole table under a warning is an answer
-        said = failure or " ".join(output.split())[:300] or "no output"
-        return Problem(f"{tool} failed (exit status {done.returncode}): {said}", tool)
+        text = failure or " ".join(output.split())[:300] or "no output"
+        return Problem(f"{tool} failed (exit status {done.returncode}): {text}", tool)
     return done.stdout
 
 
@@ -110,7 +110,10 @@ def read(tool: str | None = None, timeout: float = TIMEOUT) -> Readings | Proble
     readers = {"npu-smi": _read_npu, "nvidia-smi": _read_nvidia}
     problems = []
     for name in VENDOR_TOOLS if tool is None else (tool,):
-        outcome = readers[name](timeout)
+        reader = readers.get(name)
+        outcome = (
+            reader(timeout) if reader else Problem(f"{name} is a tool that cannot be read here", name, missing=True)
+        )
         if isinstance(outcome, Readings):
             return outcome
         problems.append(outcome)
@@ -239,13 +242,13 @@ def _process_row(cells: list[str], index_of_chip: dict[tuple[int, int], int]) ->
 
 
 def _pid_here(host: int, inside: int) -> int:
-    """Of the pids that the host and a container have for one process, the one that is valid where we run: on the host
-    the kernel tells that its process `host` is `inside` in its container."""
+    """Pick the pid of a process that is valid here, the host's or its container's: on the host the kernel says that its
+    process `host` is `inside` in a container."""
     try:
-        known = re.search(r"^NSpid:.*\b(\d+)$", Path(f"/proc/{host}/status").read_text(), re.M)
+        in_container = re.search(r"^NSpid:.*\b(\d+)$", Path(f"/proc/{host}/status").read_text(), re.M)
     except OSError:
         return inside
-    return host if known and int(known.group(1)) == inside else inside
+    return host if in_container and int(in_container.group(1)) == inside else inside
 
 
 # ------------------------------------------------------------------------------------------------- nvidia-smi

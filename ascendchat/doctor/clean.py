@@ -74,7 +74,7 @@ class _FreeResult:
 # ---------------------------------------------------------------------------------------------------- processes
 
 
-def protected(pid: int, own_pids: set[int]) -> str:
+def reason_to_keep(pid: int, own_pids: set[int]) -> str:
     """Reason why this process must not be ended, a key of KEEP_REASONS; "" when it may be."""
     if not alive(pid):
         return "not visible here: it runs in another container or is already gone"
@@ -95,7 +95,7 @@ def processes(readings: smi.Readings | smi.Problem) -> list[Leftover]:
     items = []
     for pid in dict.fromkeys(p.pid for p in readings.processes):
         rows = [p for p in readings.processes if p.pid == pid]
-        started, keep = birth(pid), protected(pid, own_pids)
+        started, keep = birth(pid), reason_to_keep(pid, own_pids)
         items.append(
             Leftover(
                 "processes",

@@ -176,11 +176,14 @@ def time_links(
     world = collectives.world()
     data, own_time = torch.zeros(size, dtype=torch.uint8, device=device), 0.0
     for source in range(world.size if world.size > 1 else 0):
-        best = float("inf")
+        best, target = float("inf"), (source + 1) % world.size
         for _ in range(ROUNDS + 1):  # the first one connects
             collectives.barrier()
             start = time.perf_counter()
-            collectives.pass_on(data, source, (source + 1) % world.size)
+            if world.rank == source:
+                torch.distributed.send(data, target)
+            elif world.rank == target:
+                torch.distributed.recv(data, source)
             synchronize()
             best = min(best, time.perf_counter() - start)
         own_time = best if world.rank == source else own_time

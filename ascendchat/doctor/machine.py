@@ -120,12 +120,8 @@ class Machine:
 
     def choice(self) -> tuple[str, str, int]:
         """(type, name, count) of the devices that training would use."""
-        names = {  # device type -> names, best first
-            "npu": [self.chip_name] * self.npus,
-            "cuda": [str(name) for name in self.torch.values.get("cuda") or []],
-            "mps": [platform.machine()] if self.torch.values.get("mps") else [],
-            "cpu": [platform.machine()],
-        }
+        names = {kind: [str(name) for name in self.torch.values.get(kind) or []] for kind in KINDS}
+        names |= {"npu": [self.chip_name] * self.npus, "cpu": [platform.machine()]}  # also where torch cannot be asked
         wanted = self.environ.get("ASCENDCHAT_DEVICE", "")
         kind = wanted if names.get(wanted) else next(k for k in KINDS if names[k])
         return kind, names[kind][0], len(names[kind])

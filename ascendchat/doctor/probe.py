@@ -20,15 +20,13 @@ from ascendchat.device.env import AUTOLOAD
 
 ANSWER_PREFIX = "ASCENDCHAT-PROBE "  # libraries print warnings; this marks our line
 
-# torch alone, without vendor extensions, as the CPU, CUDA and MPS paths see it.
+# torch alone, without vendor extensions: what it is, and the names of the devices of each type that it sees.
 TORCH_SCRIPT = """
-import torch, torch.distributed as dist
-names = []
-if torch.cuda.is_available():
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-out.update(version=torch.__version__, cuda_build=torch.version.cuda or "", cuda=names,
-           cuda_bf16=bool(names) and torch.cuda.is_bf16_supported(),
-           mps=torch.backends.mps.is_available(), threads=torch.get_num_threads(),
+import importlib, torch, torch.distributed as dist
+from ascendchat.chips import KINDS
+out.update({kind: importlib.import_module(row.module).names() for kind, row in KINDS.items()})
+out.update(version=torch.__version__, cuda_build=torch.version.cuda or "",
+           cuda_bf16=bool(out["cuda"]) and torch.cuda.is_bf16_supported(), threads=torch.get_num_threads(),
            gloo=dist.is_available() and dist.is_gloo_available(), nccl=dist.is_available() and dist.is_nccl_available())
 """
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ascendchat.device import Device, pick
+from ascendchat.device.attention import LENGTHS, QUERIES, REFERENCE, cache_mask, decode_fault
 from ascendchat.device.cann import cann_for, fits
 from ascendchat.doctor import selftest_operators as operators
 from ascendchat.doctor.checks_npu import base
@@ -29,7 +30,6 @@ from ascendchat.doctor.selftest_case import ItemResult, more_than_visible
 from ascendchat.doctor.selftest_operators import SelftestBench, Skip, Wrong
 from ascendchat.engine import sampling
 from ascendchat.errors import UserError
-from ascendchat.nn.attention import LENGTHS, QUERIES, REFERENCE, cache_mask, decode_fault
 from ascendchat.sizes.shape import Shape
 
 DEAD = "the device does nothing any more, without an error (dead queue)"

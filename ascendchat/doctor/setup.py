@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascendchat.config import in_clone
+from ascendchat.chips import KINDS
 from ascendchat.config.commands import SetupConfig
 from ascendchat.config.data import HUGGING_FACE, MIRROR
 from ascendchat.config.language import language
@@ -31,6 +31,7 @@ from ascendchat.doctor.checks_npu import cann, cann_home, driver, set_env
 from ascendchat.doctor.machine import Machine
 from ascendchat.doctor.probe import Probe
 from ascendchat.errors import UserError, home
+from ascendchat.version import in_clone
 
 NOT_PROBED = Probe({}, "not asked")
 HUB_TIMEOUT = 5.0  # seconds; on a usable network a hub answers sooner
@@ -77,19 +78,17 @@ def kind_of(m: Machine, config: SetupConfig) -> str:
     """Type of device to install for."""
     if config.device_type:
         return config.device_type
-    if m.has_chip:
-        return "npu"
-    if isinstance(m.nvidia_smi, smi.Readings):
-        return "cuda"
-    return "mps" if (m.system, platform.machine()) == ("Darwin", "arm64") else "cpu"
+    apple = (m.system, platform.machine()) == ("Darwin", "arm64")
+    seen = {"npu": m.has_chip, "cuda": isinstance(m.nvidia_smi, smi.Readings), "mps": apple}
+    return next((kind for kind in KINDS if seen.get(kind)), "cpu")
 
 
 def steps(m: Machine, config: SetupConfig) -> list[Step]:
     """List everything that is missing, in order, our own package included."""
     kind = kind_of(m, config)
-    result = system_steps(m) if kind == "npu" else []
+    result = system_steps(m) if KINDS[kind].cann else []
     pair = torch_step(m, kind)
-    cloned, extra = in_clone(), "[npu]" if kind == "npu" else ""
+    cloned, extra = in_clone(), "[npu]" if KINDS[kind].cann else ""
     install_self = "pip install " + "-c constraints.txt " * (cloned and kind == "cpu") + "-e " * cloned
     install_self += shlex.quote(("." if cloned else "ascendchat") + extra)
     packages = [*pair, Step(m.say("this package and what it needs", "本项目及其依赖"), install_self)]
@@ -130,7 +129,7 @@ def cann_here(m: Machine) -> str:
 def torch_step(m: Machine, kind: str) -> list[Step]:
     """Step that installs the torch for this device, where it is missing."""
     torch, torch_npu = m.versions.get("torch", ""), m.versions.get("torch_npu", "")
-    if kind != "npu":
+    if not KINDS[kind].cann:
         if torch or kind == "cpu":  # the versions of constraints.txt
             return []
         return [Step(m.say("torch, in a build that fits your driver", "与驱动匹配的 torch"), "pip install torch")]
@@ -175,16 +174,16 @@ def network_steps(m: Machine, config: SetupConfig) -> list[Step]:
 
 def lines(m: Machine, pending: Sequence[Step], kind: str) -> list[str]:
     """Format what is here, then what to do."""
-    chips = m.npu_smi if kind == "npu" else m.nvidia_smi
+    chips = m.npu_smi if KINDS[kind].cann else m.nvidia_smi
     devices = f"{len(chips.devices)} x {chips.devices[0].name}" if isinstance(chips, smi.Readings) else "-"
     python = ".".join(map(str, m.python))
     facts = [(m.say("machine", "机器"), f"{m.system} {platform.machine()}, Python {python}")]
-    facts += [(m.say("device", "设备"), f"{kind}: {devices}" if kind in ("npu", "cuda") else kind)]
-    if kind == "npu":
+    facts += [(m.say("device", "设备"), f"{kind}: {devices}" if KINDS[kind].tool else kind)]
+    if KINDS[kind].cann:
         loaded = cann_home(m) is not None
         state = "" if loaded or not cann_here(m) else m.say(", not loaded", "，未加载")
         facts.append(("CANN", (cann_here(m) or "-") + state))
-    names = ("torch", "torch_npu") if kind == "npu" else ("torch",)
+    names = ("torch", "torch_npu") if KINDS[kind].cann else ("torch",)
     facts += [(name, m.versions.get(name, "-")) for name in names]
     text = [f"{label:<10} {value}" for label, value in facts]
     if not pending:

@@ -37,7 +37,7 @@ from ascendchat.engine.sampling import (
     settings_columns,
     settings_row,
 )
-from ascendchat.nn.attention import Attention, Flash
+from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.logprobs import Float32Readout, Readout
 from ascendchat.nn.model import LanguageModel
@@ -259,7 +259,7 @@ class Decoder:
         """Choose what a step runs, by name: "triton" for our own model on a chip with Triton, where logits are computed
         as usual; else "torch", or "compiled"."""
         usual = type(self.readout) in (Readout, Float32Readout)
-        if isinstance(self.kernel, Flash) and self.kernel.triton and isinstance(self.model, GPT) and usual:
+        if self.kernel.triton and isinstance(self.model, GPT) and usual:
             return "triton", self._triton_step(self.model, self.kernel)
         if not self.compiled:
             return "torch", self._torch_step(self._forward, self._forward, self._finish)
@@ -282,7 +282,7 @@ class Decoder:
 
         return step
 
-    def _triton_step(self, model: GPT, kernel: Flash) -> Callable[[_StepKey], Tensor]:
+    def _triton_step(self, model: GPT, kernel: Attention) -> Callable[[_StepKey], Tensor]:
         """A step by our own kernels, of which few are launched: gpt_step.py, sampling_kernels.py."""
         from ascendchat.engine.gpt_step import Slots, TokenStep
         from ascendchat.engine.sampling_kernels import State, choose

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ascendchat.checkpoint import check_fit
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.engine.batch_state import BatchState, Ints, PassRows
@@ -52,7 +53,7 @@ from ascendchat.engine.prefix import (
     head_of,
     rounds,
 )
-from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights, check_fit
+from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
 from ascendchat.engine.sampling import Draw, Mode, mode_of, ranked
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.logprobs import Readout

@@ -1,7 +1,7 @@
 """Bits per byte of a text: validation of `ascendchat base`, `mid` and `sft`, and `ascendchat eval base`.
 
-They do not depend on the tokenizer: the nats of all text tokens, in bits, over the bytes they stand for. Special tokens
-count in neither sum.
+The nats of all text tokens, in bits, over the bytes of their text: comparable between tokenizers. Special tokens count
+in neither sum.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ascendchat.eval.scorer import Example, Pending, Scorer
 from ascendchat.nn import IGNORE
 from ascendchat.parallel import collectives
 
-ROWS_AT_ONCE = 128  # rows handed to the scorer together
+ROWS_AT_ONCE = 128  # rows submitted to the scorer at a time
 
 Pair = tuple[np.ndarray, np.ndarray]  # inputs (T,), targets (T,), IGNORE where nothing is scored
 
 
 @dataclass(frozen=True)
 class Bits:
-    """Bits per byte, and the sums behind it."""
+    """Bits per byte, and the sums that it is made of."""
 
     bits_per_byte: float
     nats: float
@@ -36,17 +36,17 @@ class Bits:
 
 
 def bits_per_byte(scorer: Scorer, rows: Iterable[Pair], token_bytes: np.ndarray) -> Bits:
-    """`token_bytes[id]` is the length of a token, 0 for specials. With several ranks each scores its share."""
+    """Score rows; with several ranks each scores its share. `token_bytes[id]`: length of a token, 0 for specials."""
     began, world = time.perf_counter(), collectives.world()
     nats, size, tokens = 0.0, 0, 0
 
     def add(batch: Sequence[Pair], pending: Pending) -> None:
         nonlocal nats, size, tokens
         for (_, targets), result in zip(batch, pending()):
-            scored = result[0].nats.astype(np.float64)
-            wanted = targets[: len(scored)]
-            lengths = np.where(wanted == IGNORE, 0, token_bytes[np.maximum(wanted, 0)])
-            nats += float(scored[lengths > 0].sum())
+            scores = result[0].nats.astype(np.float64)
+            ids = targets[: len(scores)]
+            lengths = np.where(ids == IGNORE, 0, token_bytes[np.maximum(ids, 0)])
+            nats += float(scores[lengths > 0].sum())
             size += int(lengths.sum())
             tokens += int((lengths > 0).sum())
 
@@ -66,14 +66,14 @@ def bits_per_byte(scorer: Scorer, rows: Iterable[Pair], token_bytes: np.ndarray)
 
 
 def _example(inputs: np.ndarray, targets: np.ndarray) -> Example:
-    """The row as far as something is scored. A target in the middle is the next input, scored or not."""
+    """The row up to its last scored target. A target before it is the next input, scored or not."""
     scored = np.flatnonzero(targets != IGNORE)
     end = int(scored[-1]) + 1 if len(scored) else 0
     return Example([np.append(inputs[:end], targets[end - 1 : end])], [1])
 
 
-def corpus_bits(scorer: Scorer, corpus: Corpus, seq_len: int, most: int, token_bytes: np.ndarray) -> Bits:
-    """Over a split, or over whole rows of its first `most` tokens (0: all)."""
+def corpus_bits(scorer: Scorer, corpus: Corpus, seq_len: int, max_tokens: int, token_bytes: np.ndarray) -> Bits:
+    """Bits per byte of a split, or of whole rows of its first `max_tokens` tokens (0: all)."""
     rows = evaluation_rows(corpus, seq_len)
-    cut = 0 < most < corpus.tokens
-    return bits_per_byte(scorer, itertools.islice(rows, max(1, most // seq_len)) if cut else rows, token_bytes)
+    cut = 0 < max_tokens < corpus.tokens
+    return bits_per_byte(scorer, itertools.islice(rows, max(1, max_tokens // seq_len)) if cut else rows, token_bytes)

@@ -1,13 +1,12 @@
-"""`ascendchat eval chat --run NAME --stage sft`: what a chat model knows and can do; also under `ascendchat launch`.
+"""`ascendchat eval chat --run NAME --stage sft`: evaluates a chat model; also under `ascendchat launch`.
 
-    ascendchat eval chat --tasks toy                                   the toy world's own examination
+    ascendchat eval chat --tasks toy                                   the toy world's own tasks
     ascendchat eval chat --tasks chatcore,chinese --source DIR         sets in a folder of yours
     ascendchat eval chat --tasks humaneval --samples 8 --temperature 0.8      pass@1, 2, 4, 8
 
 ChatCORE is the mean of the centred accuracies, (accuracy - chance) / (1 - chance), over ARC-Easy, ARC-Challenge, MMLU,
 GSM8K and HumanEval; its Chinese counterpart over C-Eval and CMMLU. Results go to runs/NAME/results.jsonl after every
-task, and the table of all stages of the run is printed. A task that cannot be had is named with the reason, never left
-out.
+task, and the table of all stages of the run is printed. A task that cannot be loaded is named with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ascendchat.config.generate import EvalChatConfig
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.errors import UserError, home, nearest
-from ascendchat.eval.examine import Examiner, ModelChooser, Outcome, check_room, examine
+from ascendchat.eval.chat_tasks import ModelChooser, Outcome, TaskEvaluator, check_room, evaluate_task
 from ascendchat.eval.scorer import row_length
 from ascendchat.eval.stages import GROUPS, score_lines, scores, stage_table, table_lines
 from ascendchat.parallel import collectives
@@ -37,7 +36,7 @@ from ascendchat.tasks.toy import TOY_TASKS as TOY
 
 
 def chosen_tasks(words: Iterable[str]) -> list[str]:
-    """Names of tasks and groups, in any order -> names of tasks, in the order of the table."""
+    """Turn names of tasks and groups into names of tasks, in the order of the table."""
     chosen: set[str] = set()
     for word in words:
         plain = word.lower().replace("-", "_")
@@ -53,7 +52,7 @@ def chosen_tasks(words: Iterable[str]) -> list[str]:
 
 
 def open_tasks(names: Sequence[str], source: str) -> tuple[list[Task], dict[str, str]]:
-    """The tasks that are there, and why the others are not."""
+    """The tasks that can be loaded, and for each other one the reason."""
     tasks: list[Task] = []
     missing: dict[str, str] = {}
     for name in names:
@@ -75,13 +74,13 @@ def outcome_line(outcome: Outcome) -> str:
     ).rstrip()
 
 
-def examine_all(
-    tasks: Sequence[Task], examiner: Examiner, source: str, new: NewResults, say: Callable[[str], None]
+def evaluate_tasks(
+    tasks: Sequence[Task], evaluator: TaskEvaluator, source: str, new: NewResults, say: Callable[[str], None]
 ) -> None:
-    """All tasks, one after the other; as each ends it is announced and stored."""
+    """Evaluate one task after the other; the result of each is printed and stored as it ends."""
     say(f"  {'task':<24}{'accuracy':>9}{'centred':>9}{'rows':>7}{'time':>8}")
     for task in tasks:
-        outcome = examine(task, examiner)
+        outcome = evaluate_task(task, evaluator)
         say(outcome_line(outcome))
         if isinstance(task, HumanEval) and (failed := sum(collectives.gather_objects(len(task.sandbox_failed)))):
             say(f"  {'':<24} {failed} programs ended because the sandbox failed, or pretended so; they count as wrong")
@@ -89,31 +88,33 @@ def examine_all(
 
 
 def source_of(name: str, source: str) -> str | None:
-    """Where a task comes from: the absolute path of --source, "" if it is fetched, None if it is embedded."""
+    """The origin of a task, for its row of results: the absolute path of --source, "" if it was fetched, None if it is
+    part of this package."""
     if name in TOY:
         return None
     return str(Path(source).expanduser().resolve()) if source else ""
 
 
 def sandbox_line() -> str:
-    """What holds the programs here. A sandbox that runs nothing is an error: every answer would count as wrong."""
-    tried = sandbox.run("pass", seconds=20.0)
-    if not tried.ok:
+    """A line that says how programs are contained here. A sandbox that runs nothing is an error: every answer would
+    count as wrong."""
+    trial = sandbox.run("pass", seconds=20.0)
+    if not trial.ok:
         raise UserError(
-            f"humaneval cannot be examined: the sandbox does not run even an empty program here ({tried.reason}: "
-            f"{tried.detail or tried.stderr.strip()}); leave humaneval out of --tasks, or repair that"
+            f"humaneval cannot be examined: the sandbox does not run even an empty program here ({trial.reason}: "
+            f"{trial.detail or trial.stderr.strip()}); leave humaneval out of --tasks, or repair that"
         )
-    walls = sandbox.capabilities()
-    return f"sandbox: {', '.join(walls['layers']) or 'limits only'}" + "".join(
-        f"; {name} is NOT contained" for name, held in walls.items() if held is False
+    layers = sandbox.capabilities()
+    return f"sandbox: {', '.join(layers['layers']) or 'limits only'}" + "".join(
+        f"; {name} is NOT contained" for name, contained in layers.items() if contained is False
     )
 
 
 def print_report(new: NewResults, as_json: bool, say: Callable[[str], None]) -> None:
-    """The summary numbers, the table of stages, and with --json one object: what this evaluation found, and beside it
-    what the same weights reached before with the same settings."""
-    if kept := new.kept_instead():
-        say(kept)
+    """Print the summary numbers, the table of stages, and with --json one object: the results of this evaluation, and
+    earlier ones of the same weights with the same settings."""
+    if notice := new.better_earlier():
+        say(notice)
     rows = new.with_earlier()
     tasks = {name: rows[name]["result"] for name in EVALUATIONS if name in rows and rows[name]["examined"]}
     means = scores(tasks)
@@ -133,18 +134,18 @@ def print_report(new: NewResults, as_json: bool, say: Callable[[str], None]) -> 
 
 
 def run(config: EvalChatConfig) -> int:
-    """The command."""
+    """Run `ascendchat eval chat`."""
     if config.samples > 1 and config.temperature == 0:
         raise UserError("several samples need chance: give --temperature 0.8 (0 gives the same answer every time)")
-    most, names = None if config.max_per_task == -1 else config.max_per_task, chosen_tasks(config.tasks)
+    names = chosen_tasks(config.tasks)
     with joined(pick(config.device_type), sys.stderr if config.json else None) as here:
-        return examine_model(config, names, most, here)
+        return evaluate_model(config, names, here)
 
 
-def examine_model(config: EvalChatConfig, names: Sequence[str], most: int | None, here: Context) -> int:
-    """Open the model and the tasks, examine, print; the exit status."""
+def evaluate_model(config: EvalChatConfig, names: Sequence[str], here: Context) -> int:
+    """Open the model and the tasks, evaluate, print; the exit status."""
     say = here.say
-    opened = open_for_generation(here, config, config.stage)
+    opened = open_for_generation(here, config, config.stage, config.context)
     tasks, missing = open_tasks(names, config.source)
     for name, why in missing.items():
         say(f"  {name:<24} MISSING: {why}")
@@ -156,7 +157,7 @@ def examine_model(config: EvalChatConfig, names: Sequence[str], most: int | None
     chooser = ModelChooser(
         model, opened.kernel, here.place, max_tokens=config.tokens_per_batch, max_len=context, pin=pin
     )
-    examiner = Examiner(
+    evaluator = TaskEvaluator(
         opened.tokenizer,
         chooser,
         engine_for(opened, config.slots, context),
@@ -164,20 +165,21 @@ def examine_model(config: EvalChatConfig, names: Sequence[str], most: int | None
         config.samples,
         config.temperature,
         config.seed,
-        most,
+        None if config.max_per_task == -1 else config.max_per_task,
     )
     if config.context:
-        check_room(tasks, examiner)
-    folder, parameters = opened.checkpoint.folder, model.shape.total_parameters
+        check_room(tasks, evaluator)
+    folder, parameters = opened.source.folder, model.shape.total_parameters
     say(f"{folder}: {parameters / 1e6:.1f} M parameters, {len(tasks)} of {len(names)} tasks")
     if config.max_new_tokens >= context and any(task.kind == "reply" for task in tasks):
         say(f"prompt and reply share {context} tokens: a long prompt leaves half of them, not {config.max_new_tokens}")
-    settings = {name: getattr(config, name) for name in ("max_new_tokens", "samples", "temperature", "seed")}
-    about = {"evaluation": "chat", **opened.identity, **opened.machine, "settings": {**settings, "context": context}}
-    new = NewResults(opened.stage_folder, about, main=here.main)
+    settings = {"max_new_tokens": config.max_new_tokens, "samples": config.samples, "temperature": config.temperature}
+    settings |= {"seed": config.seed, "context": context}
+    about = {"evaluation": "chat", **opened.identity, **opened.machine, "settings": settings}
+    new = NewResults(opened.source.results_folder, about, main=here.main)
     for name, why in missing.items():
         new.add(name, 0, 0, {"missing": why}, source_of(name, config.source))
-    examine_all(tasks, examiner, config.source, new, say)
+    evaluate_tasks(tasks, evaluator, config.source, new, say)
     if here.main:
         print_report(new, config.json, say)
     return 0 if tasks else 1

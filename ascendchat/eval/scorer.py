@@ -1,12 +1,12 @@
-"""Nats and greedy hits of many token rows per forward pass; what `eval base` and validation compute with.
+"""Scores token rows, many in one forward pass: nats of each token and greedy hits, for `eval base` and validation.
 
     scorer = ModelScorer(model, kernel, torch.device("cpu"))
     result = scorer.submit([Example([[0, 5, 7], [0, 5, 9]], starts=[2, 2])])     # queued, the host goes on
-    result()[0][1].nats                                                         # waits; nats of row 1 from its start
+    result()[0][1].nats                                                         # waits; row 1, from its start
 
-Rows of like length share a batch. Rows of one example that begin alike (the options behind a long few-shot prompt) run
-their common beginning once: its keys and values are kept, and each option is a short row that attends to them. Only the
-positions that are scored meet the head. Padding stands behind the rows, where a causal model cannot see it.
+Rows of similar length share a batch. Rows of one example with a common prefix (the options behind a long few-shot
+prompt) compute it once: its keys and values are cached, and each option is a short row that attends to them. Logits are
+computed at the scored positions only. Padding stands behind the rows, where a causal model cannot see it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from ascendchat.nn.loss import chunk_rows
 from ascendchat.nn.model import Documents, LanguageModel
 
 MAX_TOKENS = 32768  # tokens of one forward pass
-WORTH_SHARING = 64  # tokens; a shorter common beginning is cheaper to repeat than to keep
-KEYS_PER_TOKEN = 4  # a repeated key and value take about a quarter of the memory of a token passing through the MLP
+MIN_PREFIX = 64  # tokens; a shorter common prefix is cheaper to repeat than to cache
+KEYS_PER_TOKEN = 4  # a copied key and value take about a quarter of the memory of a token in the MLP
 
 
 @dataclass(frozen=True)
 class Example:
-    """Rows to score, row i from token starts[i] to its end. Tokens before an equal start are equal if `shared`."""
+    """Rows to score, row i from token starts[i] to its end. `shared`: rows with equal starts have equal tokens before
+    them."""
 
     rows: Sequence[Row]
     starts: Sequence[int]
@@ -43,47 +44,48 @@ class Example:
 
 
 class Scored(NamedTuple):
-    """One row: nats of each scored token, and whether it was the model's first choice."""
+    """The scores of one row."""
 
-    nats: np.ndarray
-    greedy: np.ndarray
+    nats: np.ndarray  # of each scored token
+    greedy: np.ndarray  # True where it is the model's first choice
 
 
 Pending = Callable[[], list[list[Scored]]]
 
 
 class Scorer(Protocol):
-    """Whatever can score rows."""
+    """A model that scores rows."""
 
     def submit(self, examples: Sequence[Example]) -> Pending:
-        """Begin; calling what it returns waits for the result: per example, per row."""
+        """Begin. The returned function waits for the scores: per example, per row."""
 
 
 class _UniqueRow(NamedTuple):
-    """One row to run: `tokens[start:]` is scored; `places` are the equal rows (example, row) that get the result."""
+    """One row to compute: `tokens[start:]` is scored."""
 
     tokens: Row
     start: int
-    places: list[tuple[int, int]]
+    copies: list[tuple[int, int]]  # (example, row) of all equal rows, which get the result
 
 
 class _PrefixGroup(NamedTuple):
-    """Rows with the same first `start - 1` tokens, which run once."""
+    """Rows with the same first `start - 1` tokens, which are computed once."""
 
     prefix: Row
     options: list[_UniqueRow]
 
 
-def row_length(flag: str, asked: int | None, trained: int) -> int:
-    """Tokens per row: as asked for, by default as many as the model was trained with. Positions behind those it has
-    never seen, and a score over them would say nothing."""
-    if asked is not None and asked > trained:
-        raise UserError(f"{flag} {asked}: this model was trained with rows of {trained} tokens; give at most those")
-    return asked or trained
+def row_length(flag: str, given: int | None, trained: int) -> int:
+    """Tokens per row: those given, by default as many as in training. The model has never seen later positions, and a
+    score over them would say nothing."""
+    if given is not None and given > trained:
+        raise UserError(f"{flag} {given}: this model was trained with rows of {trained} tokens; give at most those")
+    return given or trained
 
 
 def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices in batches, longest first (so that memory runs out at once or never); padded size within the budget."""
+    """Group indices into batches whose padded size is within `budget` tokens, longest first: memory runs out in the
+    first batch or never."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batch and (len(batch) + 1) * padded_length(lengths[batch[0]]) > budget:
@@ -94,9 +96,9 @@ def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def sort_out(examples: Sequence[Example]) -> tuple[list[_UniqueRow], list[_PrefixGroup]]:
-    """Rows that run whole, and groups that share their beginning. Rows without a scored token do not run, and equal
-    options run once: their scores must be equal to the last bit, for the first of equals is the model's choice."""
+def unique_rows(examples: Sequence[Example]) -> tuple[list[_UniqueRow], list[_PrefixGroup]]:
+    """Rows to compute whole, and groups that share their prefix. Rows without a scored token are left out, and equal
+    options computed once: their scores must be equal to the last bit, for the first of equals is the model's choice."""
     whole: list[_UniqueRow] = []
     groups: list[_PrefixGroup] = []
     for number, example in enumerate(examples):
@@ -107,10 +109,10 @@ def sort_out(examples: Sequence[Example]) -> tuple[list[_UniqueRow], list[_Prefi
             if start < len(tokens):
                 key = tuple(tokens[start:] if example.shared else tokens) if len(example.rows) > 1 else ()
                 piece = by_start.setdefault(start, {}).setdefault(key, _UniqueRow(tokens, start, []))
-                piece.places.append((number, i))
+                piece.copies.append((number, i))
         for start, unique in by_start.items():
             pieces = list(unique.values())
-            if example.shared and len(pieces) > 1 and start - 1 >= WORTH_SHARING:
+            if example.shared and len(pieces) > 1 and start - 1 >= MIN_PREFIX:
                 groups.append(_PrefixGroup(pieces[0].tokens[: start - 1], pieces))
             else:
                 whole += pieces
@@ -118,22 +120,22 @@ def sort_out(examples: Sequence[Example]) -> tuple[list[_UniqueRow], list[_Prefi
 
 
 class ModelScorer:
-    """Scores with a model, on any device; the host never waits for the device before a result is asked for."""
+    """Scores with a model, on any device; the host does not wait for the device before a result is read."""
 
     def __init__(
         self,
         model: LanguageModel,
         kernel: Attention,
-        place: torch.device,
+        device: torch.device,
         *,
         max_tokens: int = MAX_TOKENS,
         max_len: int | None = None,
         pin: bool = False,
         bos: int | None = None,
     ) -> None:
-        """`bos`: every such token in a whole row begins a document, and a token sees only its own."""
-        self.model, self.kernel, self.place, self.pin, self.bos = model, kernel, place, pin, bos
-        self.put = partial(to_device, place=place, pin=pin)
+        """`bos`: each such token begins a document, and tokens attend within their own document only."""
+        self.model, self.kernel, self.device, self.pin, self.bos = model, kernel, device, pin, bos
+        self.put = partial(to_device, place=device, pin=pin)
         self.max_tokens, self.max_len = max_tokens, max_len or model.shape.seq_len
         room = padded_length(self.max_len) + padded_length(self.max_len)  # a prefix and an option, each rounded up
         self.windows, self.room, self.scale = model.shape.windows(room), room, model.scale
@@ -141,35 +143,36 @@ class ModelScorer:
 
     @torch.no_grad()
     def submit(self, examples: Sequence[Example]) -> Pending:
-        """Queue all rows; the call that is returned copies the results to the host."""
+        """Queue all rows; the returned function copies the results to the host."""
         was_training = self.model.training
         self.model.eval()
-        whole, groups = sort_out(examples)
+        whole, groups = unique_rows(examples)
         order: list[_UniqueRow] = []
         parts: list[Tensor] = []  # each (2, scored tokens): nats and hits
         for batch in batches([len(piece.tokens) - 1 for piece in whole], self.max_tokens):
             pieces = [whole[i] for i in batch]
             order += pieces
-            parts.append(self.run_whole(pieces))
+            parts.append(self.score_whole(pieces))
         for batch in batches([len(group.prefix) for group in groups], self.max_tokens):
-            for pieces, part in self.run_shared([groups[i] for i in batch]):
+            for pieces, part in self.score_groups([groups[i] for i in batch]):
                 order += pieces
                 parts.append(part)
         self.model.train(was_training)
         sizes = [len(example.rows) for example in examples]
         return lambda: collect(sizes, order, parts)
 
-    def run_whole(self, pieces: Sequence[_UniqueRow]) -> Tensor:
-        """Complete rows, each from its first token. (2, scored tokens)"""
+    def score_whole(self, pieces: Sequence[_UniqueRow]) -> Tensor:
+        """Compute complete rows, each from its first token. (2, scored tokens)"""
         inputs = [piece.tokens[:-1] for piece in pieces]
         width = padded_length(max(map(len, inputs)))
         attend = dense(self.model, self.kernel, self.room)
         rows = stack(inputs, width)
         tokens = self.put(rows)
         hidden = self.model(tokens, attend, documents=self.documents(rows, tokens))  # (B, T, C)
-        return self.judge(hidden, pieces, [piece.start - 1 for piece in pieces])
+        return self.score_tokens(hidden, pieces, [piece.start - 1 for piece in pieces])
 
     def documents(self, rows: np.ndarray, tokens: Tensor) -> Documents | None:
+        """The documents in these rows, if attention keeps within them."""
         if self.bos is None:
             return None
         begins = np.asarray(rows) == self.bos
@@ -178,19 +181,19 @@ class ModelScorer:
         model = self.model
         return documents(self.kernel, lengths, tokens, model.dtype, pin=self.pin, restarts=model.restarts)
 
-    def run_shared(self, groups: Sequence[_PrefixGroup]) -> Iterator[tuple[list[_UniqueRow], Tensor]]:
-        """The beginnings once, then the options of all groups in batches of their own."""
+    def score_groups(self, groups: Sequence[_PrefixGroup]) -> Iterator[tuple[list[_UniqueRow], Tensor]]:
+        """Compute the prefixes, then the options of all groups in batches of their own."""
         lengths = [len(group.prefix) for group in groups]
         options = [(owner, piece) for owner, group in enumerate(groups) for piece in group.options]
         longest = padded_length(max(len(piece.tokens) - piece.start for _, piece in options))
         width = padded_length(max(lengths))
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        newest: list[Tensor] = []  # queries, keys and values of the last token of each beginning
+        newest: list[Tensor] = []  # queries, keys and values of the last token of each prefix
         rows, last = self.put(np.arange(len(groups))), self.put(np.array(lengths) - 1)
 
         def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys.append(F.pad(k, (0, 0, 0, 0, 0, longest)))  # room for the options behind the beginning
+            keys.append(F.pad(k, (0, 0, 0, 0, 0, longest)))  # room for the options behind the prefix
             values.append(F.pad(v, (0, 0, 0, 0, 0, longest)))
             return self.kernel.dense(q, k, v, self.windows[layer], self.scale)
 
@@ -205,19 +208,23 @@ class ModelScorer:
             part = options[first : first + budget]
             pieces = [piece for _, piece in part]
             owners = np.array([owner for owner, _ in part])
-            yield pieces, self.run_options(pieces, owners, np.array(lengths)[owners], (keys, values, newest))
+            yield pieces, self.score_options(pieces, owners, np.array(lengths)[owners], (keys, values, newest))
 
-    def run_options(
-        self, pieces: Sequence[_UniqueRow], owners: np.ndarray, before: np.ndarray, kept: tuple[list[Tensor], ...]
+    def score_options(
+        self,
+        pieces: Sequence[_UniqueRow],
+        owners: np.ndarray,
+        prefix_lengths: np.ndarray,
+        caches: tuple[list[Tensor], ...],
     ) -> Tensor:
-        """Short rows that attend to the keys and values `kept` of row `owners[i]`, which has `before[i]` tokens."""
-        keys, values, newest = kept
+        """Compute short rows; row i attends to the cached keys and values of prefix `owners[i]`."""
+        keys, values, newest = caches
         width = padded_length(max(len(piece.tokens) - piece.start for piece in pieces))
         tokens = self.put(stack([piece.tokens[piece.start - 1 : -1] for piece in pieces], width))  # (B, Q)
         previous = self.put(np.array([piece.tokens[piece.start - 2] for piece in pieces], dtype=np.int64))
-        owner, past = self.put(owners), self.put(before)
-        rows = torch.arange(len(pieces), device=self.place)[:, None]
-        positions = past[:, None] + torch.arange(width, device=self.place)  # (B, Q)
+        owner, past = self.put(owners), self.put(prefix_lengths)
+        rows = torch.arange(len(pieces), device=self.device)[:, None]
+        positions = past[:, None] + torch.arange(width, device=self.device)  # (B, Q)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             all_keys = keys[layer].index_select(0, owner)  # (B, S, K, D)
@@ -231,28 +238,28 @@ class ModelScorer:
             return torch.addcmul(qkv, before, share.to(qkv.dtype))
 
         hidden = self.model.extend(tokens, positions, attend, shift, room=self.room, before=previous)  # (B, Q, C)
-        return self.judge(hidden, pieces, [0] * len(pieces))
+        return self.score_tokens(hidden, pieces, [0] * len(pieces))
 
-    def judge(self, hidden: Tensor, pieces: Sequence[_UniqueRow], first: Sequence[int]) -> Tensor:
-        """Nats and hits of every scored token, row after row; row i begins at position first[i] of `hidden`."""
+    def score_tokens(self, hidden: Tensor, pieces: Sequence[_UniqueRow], first: Sequence[int]) -> Tensor:
+        """(2, scored tokens): nats and greedy hits, row after row; the scores of row i begin at position first[i]."""
         counts = [len(piece.tokens) - piece.start for piece in pieces]
-        where = np.concatenate(
+        positions = np.concatenate(
             [np.arange(count) + (i * hidden.size(1) + begin) for i, (count, begin) in enumerate(zip(counts, first))]
         )
         targets = self.put(np.concatenate([np.asarray(p.tokens[p.start :], dtype=np.int64) for p in pieces]))
-        picked = hidden.flatten(0, 1).index_select(0, self.put(where))  # (scored, C)
+        scored = hidden.flatten(0, 1).index_select(0, self.put(positions))  # (scored, C)
         head = self.model.head[: self.vocab].t()
-        step = chunk_rows(picked, self.model.head)
+        step = chunk_rows(scored, self.model.head)
         nats, hits = [], []
         for start in range(0, len(targets), step):
-            logits, target = self.model.cap(picked[start : start + step] @ head), targets[start : start + step]
+            logits, target = self.model.cap(scored[start : start + step] @ head), targets[start : start + step]
             nats.append(F.cross_entropy(logits, target, reduction="none"))
             hits.append(logits.argmax(dim=-1) == target)
         return torch.stack((torch.cat(nats), torch.cat(hits).float()))
 
 
 def collect(sizes: Sequence[int], order: Sequence[_UniqueRow], parts: Sequence[Tensor]) -> list[list[Scored]]:
-    """Bring the results to the host in one copy and to their rows; rows that did not run have no tokens."""
+    """Copy the results to the host at once, and split them into rows; rows that were left out have no tokens."""
     empty = Scored(np.zeros(0, np.float32), np.zeros(0, bool))
     out = [[empty] * size for size in sizes]
     if not order:
@@ -261,7 +268,7 @@ def collect(sizes: Sequence[int], order: Sequence[_UniqueRow], parts: Sequence[T
     offset = 0
     for piece in order:
         end = offset + len(piece.tokens) - piece.start
-        for example, row in piece.places:
+        for example, row in piece.copies:
             out[example][row] = Scored(flat[0, offset:end], flat[1, offset:end] > 0.5)
         offset = end
     return out

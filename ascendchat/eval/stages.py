@@ -13,14 +13,14 @@ from ascendchat.tasks.named import EVALUATIONS
 from ascendchat.tasks.toy import TOY_EXAMS
 from ascendchat.tasks.toy import TOY_TASKS as TOY
 
-COLUMNS = tuple(STAGES)  # of a run; hf is a Hugging Face model, fine-tuned or as it was downloaded
+COLUMNS = tuple(STAGES)  # of the table; hf is a Hugging Face model, fine-tuned or not
 GROUPS: dict[str, tuple[str, ...]] = {
     "chatcore": ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval"),
     "chinese": ("ceval", "cmmlu"),
     "toy": TOY,
 }
-# The mean of the centred accuracies of a group; and the share of right answers to all questions of the toy world in one
-# language, but the word problems: those are what RL has to improve. Then to all questions.
+# SCORES are means of the centred accuracies of a group. POOLS are shares of right answers to questions of the toy
+# world: to those in one language without the word problems, which RL has to improve, and to all.
 SCORES = {"ChatCORE": GROUPS["chatcore"], "ChatCORE-zh": GROUPS["chinese"]}
 POOLS = {
     f"toyworld {language}": tuple(
@@ -31,15 +31,15 @@ POOLS = {
 
 
 def scores(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The summary numbers of one stage; each says over what it was taken, and what it lacks."""
+    """The summary numbers of one stage, each with the number of its tasks and the names of the missing ones."""
     means: dict[str, dict[str, Any]] = {}
     for name, members in (SCORES | POOLS).items():
-        there = [tasks[task] for task in members if task in tasks]
-        values = [(t["accuracy"], t["rows"]) if name in POOLS else (t["centred"], 1) for t in there]
+        present = [tasks[task] for task in members if task in tasks]
+        values = [(t["accuracy"], t["rows"]) if name in POOLS else (t["centred"], 1) for t in present]
         if total := sum(weight for _, weight in values):
             mean = sum(value * weight for value, weight in values) / total
             without = [task for task in members if task not in tasks]
-            means[name] = {"score": mean, "tasks": len(there), "of": len(members), "without": without}
+            means[name] = {"score": mean, "tasks": len(present), "of": len(members), "without": without}
     return means
 
 
@@ -55,8 +55,8 @@ def score_lines(means: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def stage_table(run: str) -> list[dict[str, Any]]:
     """A row per task and summary number, a column per stage: {"task": ..., "base": 0.25, "sft": 0.31}.
 
-    A value is None where a stage has not been examined on the task. Summary numbers that lack a task are marked in
-    `incomplete`, a list of stages."""
+    A value is None where a stage was not evaluated on the task. `incomplete` lists the stages of which a summary number
+    lacks a task."""
     best = {stage: best_results(stage_results(run_folder(run, stage), "chat")) for stage in COLUMNS}
     stages = {
         stage: {task: row["result"] for task, row in results.items()} for stage, results in best.items() if results
@@ -76,7 +76,7 @@ def stage_table(run: str) -> list[dict[str, Any]]:
 
 
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`stage_table` for people; * marks a number that lacks some of its tasks."""
+    """`stage_table` as lines of text; * marks a number that lacks some of its tasks."""
     stages = [stage for stage in COLUMNS if any(stage in row for row in rows)]
     lines = [f"  {'':<24}" + "".join(f"{stage.upper():>10}" for stage in stages)]
     for row in rows:

@@ -41,6 +41,7 @@ class LaunchPlan:
 
 
 def make_plan(config: LaunchConfig, environ: Mapping[str, str]) -> LaunchPlan:
+    """Decide everything, or raise a UserError; only counting devices may start a process."""
     words, program = _program(list(config.command))
     job = read_job(environ)
     nodes = job.nodes if config.nnodes is None else config.nnodes
@@ -84,7 +85,7 @@ def _program(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _flag(words: list[str], name: str) -> str | None:
-    """The value of a flag among the command's own words: `--run NAME`, `--run=NAME`, dashes or underscores."""
+    """Read a flag among the command's own words: `--run NAME`, `--run=NAME`, dashes or underscores."""
     for at, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and flag[2:].replace("-", "_") == name:
@@ -99,7 +100,7 @@ def _default_name(words: list[str], environ: Mapping[str, str]) -> str:
 
 
 def _check_srun(job: SchedulerJob, environ: Mapping[str, str]) -> None:
-    """One launcher per node, no more and no fewer, or the ranks would wait for each other for ever."""
+    """Refuse more or fewer launchers than one per node: the ranks would wait for each other for ever."""
     if job.source != "slurm":
         return
     if int(environ.get("SLURM_LOCALID", "0") or 0) > 0:

@@ -22,7 +22,8 @@ LOOK = 0.05  # seconds between two looks at ranks that shall end
 
 
 def begin(words: list[str]) -> None:
-    """Send all output to one file, write the pid file and become the program; the process id stays."""
+    """Take no input, send all output to one file, write the pid file and become the program; the process id stays."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(1, 2)
     own = os.getpid()
     Path(f"{os.environ[RANK_FILES]}{os.environ['RANK']}.pid").write_text(f"{own} {started(own)}", encoding="ascii")
@@ -59,10 +60,10 @@ def guard(logs: Path, prefix: str, grace: float) -> None:
     """Wait until the launcher, which holds the other end of the input, is gone; let its ranks save, then kill them."""
     sys.stdin.buffer.read()
     until = time.monotonic() + grace
-    told: set[Path] = set()
+    signalled: set[Path] = set()
     while time.monotonic() < until and signal_groups(paths := pid_files(logs, prefix), 0):
-        signal_groups([path for path in paths if path not in told], signal.SIGTERM)
-        told.update(paths)
+        signal_groups([path for path in paths if path not in signalled], signal.SIGTERM)
+        signalled.update(paths)
         time.sleep(LOOK)
     end_groups(logs, prefix)
 

@@ -31,7 +31,7 @@ from ascendchat.config.language import translate
 from ascendchat.errors import OutOfMemory, UserError
 from ascendchat.launch.plan import LaunchPlan, say
 from ascendchat.launch.rank import end_groups
-from ascendchat.processes import RANK_FILES, SMALLER, status_of
+from ascendchat.processes import RANK_FILES, SMALLER, ChildProcess, status_of
 
 MAX_SMALLER = 16  # restarts with a smaller batch; a program that is not ours may end with the same status for ever
 MAX_CAUSE = 300  # characters of a rank's error
@@ -68,7 +68,7 @@ class _Logs(LogsSpecs):
         return str(self.plan.logs)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Before each attempt: `envs` holds the environment of each local rank."""
+        """Prepare the folder of an attempt and complete the environment of each local rank."""
         plan, attempt = self.plan, int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
         self.folder = plan.logs / f"attempt_{attempt}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ class _Agent(LocalElasticAgent):
             end_groups(self.plan.logs, self.plan.prefix)
             self.failed = first_failure(result.failures, self.logs.folder, self.plan.node_rank == 0)
             if not self._starts_again(self.failed):
-                self._remaining_restarts = 0
+                self._remaining_restarts = 0  # as torchrun itself does it where a restart is of no use
         return result
 
     def _starts_again(self, failed: Failed) -> bool:
@@ -181,7 +181,7 @@ def run_ranks(plan: LaunchPlan, max_restarts: int, grace: float) -> int:
 
 @contextlib.contextmanager
 def _surroundings(plan: LaunchPlan, grace: float) -> Iterator[None]:
-    """torchrun's own words in a file, a guard that survives this process, and no rank left behind."""
+    """Keep torchrun's own messages in a file, start the guard, and leave no rank behind."""
     handler = logging.FileHandler(torchrun_log(plan), encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _logger.addHandler(handler)
@@ -190,15 +190,15 @@ def _surroundings(plan: LaunchPlan, grace: float) -> Iterator[None]:
         sys.stdout.reconfigure(line_buffering=True)  # a line of rank 0 is shown when it is written, also in a pipe
     before = {number: signal.getsignal(number) for number in SIGNALS}
     words = [sys.executable, "-m", "ascendchat.launch.rank", "guard", str(plan.logs), plan.prefix, str(grace)]
-    guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+    guard = ChildProcess.start(words, log=torchrun_log(plan), stdin=subprocess.PIPE)
     try:
         yield
     finally:
         end_groups(plan.logs, plan.prefix)
         guard.kill()
-        guard.communicate()
-        for number, known in before.items():
-            signal.signal(number, known)
+        guard.process.communicate()
+        for number, previous in before.items():
+            signal.signal(number, previous)
         _logger.removeHandler(handler)
         handler.close()
 
@@ -212,8 +212,8 @@ def torchrun_log(plan: LaunchPlan) -> Path:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], folder: Path, console: bool) -> Failed:
-    """The failure that caused the others. A rank that torchrun stopped (SIGTERM, then SIGKILL, a second at least after
-    the first failure) is not the cause; of the others it is the one whose log ended first."""
+    """Find the failure that caused the others. A rank that torchrun stopped (by SIGTERM, or by SIGKILL a second or more
+    after the first failure) is not the cause; of the others it is the one whose log ended first."""
     began = min(failure.timestamp for failure in failures.values())
 
     def stopped(rank: int) -> bool:
@@ -236,7 +236,7 @@ def first_failure(failures: Mapping[int, ProcessFailure], folder: Path, console:
 
 
 def failure_text(failed: Failed) -> str:
-    """Which rank failed and how, the last lines of its log, and where the rest is."""
+    """Say which rank failed and how, with the last lines of its log and where the rest is."""
     how = f"failed with status {failed.status}"
     with contextlib.suppress(ValueError):  # a status of a program's own choosing
         how = f"was killed by {signal.Signals(failed.status - 128).name}" if failed.status > 128 else how

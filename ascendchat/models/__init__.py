@@ -1,2 +1,2 @@
-"""Opens a model by name: ours, of Hugging Face, of nanochat; adapters, templates, export. Owns transformers and
-peft."""
+"""Opens models by name: ours and those of Hugging Face; adapters, chat templates, export, import of nanochat's. The
+only package that imports transformers and peft."""

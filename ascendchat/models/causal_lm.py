@@ -1,10 +1,10 @@
-"""A causal language model of transformers as a LanguageModel (nn/model.py): its layers, our attention and cache.
+"""Runs a causal language model of transformers as a LanguageModel (nn/model.py): its layers, our attention and cache.
 
     model = CausalLM(AutoModelForCausalLM.from_pretrained(..., attn_implementation=ATTENTION), seq_len=2048)
 
-transformers lets the attention of its models be replaced by name. Ours hands queries, keys and values, already rotated,
-to the `attend` that came with the call: the kernel over rows, over packed documents, or one that reads the engine's
-cache. So every architecture that transformers writes that way trains, scores and generates through our kernels.
+transformers lets users replace the attention of its models by name. Ours passes the rotated queries, keys and values to
+the `attend` of the call: the kernel over rows, over packed documents, or over the engine's cache. So every architecture
+that transformers writes with this interface trains, scores and generates through our kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ascendchat.models.shape import HFShape
 from ascendchat.nn.loss import uncapped_score
 from ascendchat.nn.model import Attend, Documents, LanguageModel, Shift
 
-ATTENTION = "ascendchat"
+ATTENTION = "ascendchat"  # the name of our attention in transformers
 
 
 def attention(
@@ -38,8 +38,8 @@ def attention(
     alike: bool = False,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: (B, H, T, D), (B, K, T, D) -> (B, T, H, D). `attend` and `scale` are those of
-    CausalLM, `alike` that of causal_lm.py; the mask is none of ours, since `attend` knows what each token sees."""
+    """The attention function for transformers: (B, H, T, D), (B, K, T, D) -> (B, T, H, D). CausalLM passes `attend` and
+    its `scale`, compiled layers `alike`. The mask is ignored: `attend` masks by itself."""
     if attend is None:
         raise RuntimeError("a model opened by ascendchat is called through CausalLM, not by itself")
     if scaling is not None and scaling != scale:
@@ -47,14 +47,14 @@ def attention(
     width = value.size(-1)
     if width > query.size(-1):
         raise RuntimeError(f"its values have {width} channels and its queries {query.size(-1)}")
-    if width < query.size(-1):  # as DeepSeek's: kernels and cache have one width
+    if width < query.size(-1):  # DeepSeek: kernels and cache need one width
         value = F.pad(value, (0, query.size(-1) - width))
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return attend(module.first_alike if alike else module.layer_idx, q, k, v)[..., :width], None
 
 
 class CausalLM(LanguageModel):
-    """The weights have the names they have in transformers, so that checkpoints are exchanged as they are."""
+    """The model; its weights have their names in transformers, so that checkpoints are exchanged unchanged."""
 
     restarts = True
     score = staticmethod(uncapped_score)
@@ -65,11 +65,11 @@ class CausalLM(LanguageModel):
         register()
         for name, child in inner.named_children():
             self.add_module(name, child)
-        self.__dict__["inner"] = inner  # not a child: its children are
+        self.__dict__["inner"] = inner  # not registered as a child, since its children are
         self.inner: Any
         for module in inner.modules():
             if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0  # what is trained must be what answers
+                module.p = 0.0  # RL compares log-probabilities of training and generation
         total = sum(parameter.numel() for parameter in inner.parameters())
         self.shape: HFShape = HFShape.of(inner.config, total, seq_len)
         self.scale = scale_of(inner) or self.shape.head_dim**-0.5
@@ -82,7 +82,7 @@ class CausalLM(LanguageModel):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.head.dtype
+        return self.head.dtype  # packed weights have another
 
     def forward(
         self,
@@ -91,18 +91,19 @@ class CausalLM(LanguageModel):
         rope: Any = None,
         shift: Shift | None = None,
         documents: Documents | None = None,
-        **how: Any,
+        **layer_arguments: Any,
     ) -> Tensor:
-        """`how`: that of causal_lm.py."""
+        """(B, T) -> (B, T, C). `layer_arguments`: for each layer, from _CompiledLayers."""
         if documents is None:
-            return self._run(tokens, torch.arange(tokens.size(1), device=tokens.device)[None], attend, **how)
+            every = torch.arange(tokens.size(1), device=tokens.device)[None]
+            return self._run(tokens, every, attend, **layer_arguments)
         bounds, positions = documents.bounds, documents.positions
         assert positions is not None, "documents(..., restarts=model.restarts)"
 
         def within(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(layer, q, k, v, bounds)  # type: ignore[call-arg]  # that of `dense` takes them
+            return attend(layer, q, k, v, bounds)  # type: ignore[call-arg]  # `dense` makes one that takes them
 
-        return self._run(tokens, positions, within, **how)
+        return self._run(tokens, positions, within, **layer_arguments)
 
     def extend(
         self,
@@ -117,29 +118,29 @@ class CausalLM(LanguageModel):
     ) -> Tensor:
         return self._run(tokens, positions if positions.dim() == 2 else positions[None], attend)
 
-    def _run(self, tokens: Tensor, positions: Tensor, attend: Attend, **how: Any) -> Tensor:
-        found: Tensor = self.inner.base_model(
-            input_ids=tokens, position_ids=positions, use_cache=False, attend=attend, scale=self.scale, **how
-        ).last_hidden_state
-        return found
+    def _run(self, tokens: Tensor, positions: Tensor, attend: Attend, **layer_arguments: Any) -> Tensor:
+        arguments = {"attend": attend, "scale": self.scale, **layer_arguments}
+        output = self.inner.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **arguments)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """Those that attend, one after the other; none of a model that calls them something else."""
+        """The decoder layers in their order; empty for a model that has another name for them."""
         return list(getattr(self.inner.base_model, "layers", ()))
 
     def compiled(self, compile: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Tensor]:
         return _CompiledLayers(self, compile, say) if self.compiles_layers and self.layers else self
 
     def rope(self, length: int, dtype: Any, device: Any) -> None:
-        """transformers makes its own, from the positions."""
+        """None: transformers computes its own from the positions."""
 
     def cap(self, logits: Tensor) -> Tensor:
         return logits.float()
 
     def to_compute(self, dtype: torch.dtype) -> CausalLM:
         for parameter in self.parameters():
-            if parameter.is_floating_point():  # those of quantize.py are packed
+            if parameter.is_floating_point():  # packed weights (quantize.py) are not
                 parameter.data = parameter.data.to(dtype)
         return self
 
@@ -149,40 +150,41 @@ class CausalLM(LanguageModel):
 
 
 def register() -> None:
-    """Tell transformers of our attention function."""
+    """Register our attention function in transformers."""
     library().AttentionInterface.register(ATTENTION, attention)
 
 
 def scale_of(inner: Any) -> float | None:
-    """What the first attention layer multiplies its scores with."""
+    """The factor of the attention scores in the first layer that has one."""
     return next((float(module.scaling) for module in inner.modules() if hasattr(module, "scaling")), None)
 
 
-# The layers of a model of transformers in training, compiled: once for all that do the same.
+# Compiled layers of a model of transformers, for training: one graph for all layers that compute the same.
 #
-#     forward = CompiledLayers(model, device.compile, print)       # as model.forward; TrainModel in train/model.py
+#     forward = model.compiled(device.compile, print)       # called like model.forward, by train/model.py
 #
-# A compiler that is given the whole model writes out each of its layers, for minutes. Here it sees one of them, with
-# the weights as arguments. Only what calls `forward` is compiled: samples and scores come in many shapes and call the
-# model.
+# Given the whole model, the compiler unrolls its layers, which takes minutes. Here it gets one layer, with the weights
+# as arguments. Samples and scores come in many shapes: they call the model itself, which is not compiled.
 
-MAX_GRAPHS = 64  # of layers that differ, of batches that do, with and without gradient; above that torch gives up
+MAX_GRAPHS = 64  # for different layers, batch shapes, with and without gradients; above that torch stops compiling
 
 
 def run(layer: nn.Module, *args: Any, **named: Any) -> Any:
-    """The layer itself. Its number would be a constant of the graph: `alike` asks for what layers have in common."""
+    """Call the layer. Its index would be a constant of the graph: `alike` makes `attention` use that of the first layer
+    that computes the same."""
     return type(layer).forward(layer, *args, alike=True, **named)
 
 
 def routed(layer: nn.Module, *args: Any, compiled: Callable[..., Any] | None = None, **named: Any) -> Any:
-    """As the call wants it, not as a switch says: activations must be recomputed as they were made."""
+    """The forward of a layer, compiled if the call says so. A switch on the layer would not do: activations must be
+    recomputed in the same way as before, whatever ran in between."""
     if compiled is None:
         return type(layer).forward(layer, *args, **named)
     return compiled(layer, *args, **named)
 
 
 class _CompiledLayers:
-    """The forward of a model. What cannot be compiled runs as it is, and a sentence says why."""
+    """The forward of a model. A model that cannot be compiled runs eagerly, and a sentence says why."""
 
     def __init__(self, model: CausalLM, compile: Callable[..., Any], say: Callable[[str], None]) -> None:
         self.model, self.say, self.rows = model, say, 0
@@ -196,7 +198,7 @@ class _CompiledLayers:
                     module.first_alike = windows.index(windows[number])  # type: ignore[assignment]
 
     def __call__(self, tokens: Tensor, *args: Any, **named: Any) -> Tensor:
-        if self.compiled is not None and self._usual(len(tokens)):
+        if self.compiled is not None and self._is_usual(len(tokens)):
             try:
                 return self.model(tokens, *args, **named, compiled=self.compiled)  # type: ignore[no-any-return]
             except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
@@ -204,14 +206,14 @@ class _CompiledLayers:
                 self.say(f"the layers of the model are not compiled: {reason(error)}")
         return self.model(tokens, *args, **named)  # type: ignore[no-any-return]
 
-    def _usual(self, rows: int) -> bool:
-        """Not the last batch of an evaluation, which has fewer rows and would be compiled for itself."""
+    def _is_usual(self, rows: int) -> bool:
+        """False for the last batch of an evaluation, which has fewer rows and would need another graph."""
         self.rows = rows if torch.is_grad_enabled() else max(rows, self.rows)
         return rows == self.rows
 
 
 def reason(error: Exception) -> str:
-    """One line; that of an error behind which the compiler hides another is the other's."""
+    """One line about an error of the compiler, or about the error that it wraps."""
     inner = getattr(error, "inner_exception", None) or error
     line = str(inner).strip().partition("\n")[0]
     return f"{type(inner).__name__}: {line}" if line else type(inner).__name__

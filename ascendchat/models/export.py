@@ -1,13 +1,13 @@
-"""Writes a model as a Hugging Face folder, which transformers and vLLM load as it is.
+"""`ascendchat export --run mine --stage sft --out DIR`: a model as a Hugging Face folder, for transformers and vLLM.
 
-export(model, tokenizer, Path("out"))                  # weights, config, tokenizer, chat template
-export_adapter(run / "huggingface", weights, Path("out"))    # a folder of peft's, with the tokenizer
-describe(model, tokenizer, run / "huggingface")        # all but the weights
-export_own(shape, weights, tokenizer, {"stage": "sft", "step": 100}, Path("out"))
+    export(model, tokenizer, Path("out"))                        # weights, config, tokenizer, chat template
+    export_adapter(run / "huggingface", weights, Path("out"))    # a folder for peft, with the tokenizer
+    export_own(shape, weights, tokenizer, {"stage": "sft", "step": 100}, Path("out"))
 
-A model of our own goes with the code that runs it (hf/ours), which transformers executes when it is told to:
-trust_remote_code=True. The folder is also one of our own tokenizers and says what the model is in our words, so that we
-open it without that code.
+Adapters are merged into their base, or with --adapter written as peft loads them. A GGUF file becomes a folder too. A
+model of our own goes with the code that runs it (models/remote_code), which transformers executes when it is told to:
+trust_remote_code=True. Its folder is also one of our own tokenizers and has the shape in our words, so that we open it
+without that code.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ascendchat.checkpoint import Checkpoint, write_tensors
+from ascendchat.checkpoint import write_tensors
 from ascendchat.config.generate import ExportConfig
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.errors import UserError
 from ascendchat.files import usual_mode
 from ascendchat.models.causal_lm import CausalLM
-from ascendchat.models.folder import OURS
+from ascendchat.models.folder import EXPORTED, describe
+from ascendchat.models.hf_checkpoint import BASE, HFCheckpoint
 from ascendchat.models.lora import save_weights
-from ascendchat.models.open import find_checkpoint, open_model
+from ascendchat.models.open import ModelSource, OwnCheckpoint, find_source, open_model
 from ascendchat.models.tokenizer import HFTokenizer
-from ascendchat.models.trained import BESIDE, check_peft_base, is_adapter
 from ascendchat.models.transformers_4 import add_old_names
 from ascendchat.nn.gpt import attention_scale
 from ascendchat.nn.loss import SOFTCAP
@@ -41,21 +41,12 @@ from ascendchat.nn.model import NORM_EPS
 from ascendchat.parallel.context import joined
 from ascendchat.sizes.shape import SMEAR_GATE_CHANNELS, Shape
 
-CODE = Path(__file__).parent / "ours"
-
-
-def describe(model: CausalLM, tokenizer: HFTokenizer, folder: Path) -> None:
-    """What a model is besides its weights: config.json, generation_config.json, tokenizer, chat template."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model.inner.config.save_pretrained(folder)
-    add_old_names(model.inner.config, folder / "config.json")
-    if model.inner.generation_config is not None:
-        model.inner.generation_config.save_pretrained(folder)
-    tokenizer.save(folder)
+CODE = Path(__file__).parent / "remote_code"
 
 
 def check_free(folder: Path) -> None:
-    """Nothing is ever written over, and a place where nothing can be written is found out before the work is done."""
+    """Refuse a folder that holds something, since nothing is ever overwritten, or that cannot be written: a user hears
+    of it before the work is done."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} is not empty; name another folder")
@@ -68,10 +59,10 @@ def check_free(folder: Path) -> None:
 
 @contextmanager
 def draft_of(folder: Path) -> Iterator[Path]:
-    """A folder to write to; it gets its name when it is complete."""
+    """Give a folder to write to, and rename it to `folder` when it is complete."""
     check_free(folder)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
-        draft = Path(place) / folder.name
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
+        draft = Path(parent) / folder.name
         draft.mkdir()
         yield draft
         if folder.exists():
@@ -80,35 +71,35 @@ def draft_of(folder: Path) -> Iterator[Path]:
 
 
 def export(model: CausalLM, tokenizer: HFTokenizer, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """The whole model, by default with the weights that it has."""
+    """Write the whole model, by default with the weights that it has."""
     with draft_of(folder) as draft:
         describe(model, tokenizer, draft)
-        known = dict(weights if weights is not None else model.state_dict())
-        model.inner.save_pretrained(draft, state_dict={name: tensor.detach().cpu() for name, tensor in known.items()})
-        add_old_names(model.inner.config, draft / "config.json")  # which has been written again
+        tensors = dict(weights if weights is not None else model.state_dict())
+        model.inner.save_pretrained(draft, state_dict={name: tensor.detach().cpu() for name, tensor in tensors.items()})
+        add_old_names(model.inner.config, draft / "config.json")  # save_pretrained has written it again
         for file in draft.glob("*.safetensors"):
             usual_mode(file)
 
 
-def export_adapter(beside: Path, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Adapters as peft has them: `beside` is the folder next to the checkpoints, which describes them."""
+def export_adapter(config_folder: Path, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write adapters as peft loads them. `config_folder` lies beside the checkpoints, and describes them."""
     with draft_of(folder) as draft:
-        left_out = shutil.ignore_patterns("config.json", "generation_config.json", "base.json")  # those of the base
-        shutil.copytree(beside, draft, ignore=left_out, dirs_exist_ok=True)
+        of_the_base = shutil.ignore_patterns("config.json", "generation_config.json", BASE)
+        shutil.copytree(config_folder, draft, ignore=of_the_base, dirs_exist_ok=True)
         save_weights(weights, draft)
 
 
 def export_own(
     shape: Shape, weights: Mapping[str, Tensor], tokenizer: Tokenizer, about: Mapping[str, Any], folder: Path
 ) -> None:
-    """A model of our own. `about`: its stage and step."""
+    """Write a model of our own. `about`: its stage and step."""
     with draft_of(folder) as draft:
         tokenizer.save(draft, "ascendchat export")
         for file in sorted(CODE.glob("*_ascendchat.py")):
             shutil.copy(file, draft / file.name)
-        held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        write_tensors(draft / "model.safetensors", held, {"format": "pt"})
-        dtype = str(held["head"].dtype).removeprefix("torch.")
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        write_tensors(draft / "model.safetensors", tensors, {"format": "pt"})
+        dtype = str(tensors["head"].dtype).removeprefix("torch.")
         ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.stops), "pad_token_id": tokenizer.pad}
         config = {**own_config(shape), **ids, "dtype": dtype, "torch_dtype": dtype}
         config |= {**about, "tokenizer": tokenizer.fingerprint, "shape": shape.to_dict()}
@@ -117,13 +108,13 @@ def export_own(
 
 
 def own_config(shape: Shape) -> dict[str, Any]:
-    """What models/ours/configuration_ascendchat.py reads."""
+    """The values of config.json that models/remote_code/configuration_ascendchat.py reads."""
     constants = shape.constants
     pattern = shape.window_pattern
     short = constants.short_window(shape.seq_len)
     kinds = [pattern[layer % len(pattern)] for layer in range(shape.depth - 1)] + ["L"]
     return {
-        "model_type": OURS,
+        "model_type": EXPORTED,
         "architectures": ["AscendchatForCausalLM"],
         "auto_map": {
             "AutoConfig": "configuration_ascendchat.AscendchatConfig",
@@ -151,13 +142,6 @@ def own_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-# `ascendchat export --run mine --stage sft --out DIR`: a trained model as a Hugging Face folder.
-#
-# transformers loads it offline: weights, config, tokenizer, chat template; vLLM too, where the model came from Hugging
-# Face (also a GGUF file becomes a folder so). A model of our own brings its code: trust_remote_code=True. Adapters are
-# added to the weights, or with --adapter written as peft loads them.
-
-
 def run(config: ExportConfig) -> int:
     """The command."""
     if config.to == "gguf":
@@ -169,27 +153,27 @@ def run(config: ExportConfig) -> int:
     if not config.out:
         raise UserError("name the folder to write: --out DIR")
     with joined(pick(config.device_type)) as here:
+        source = find_source(config.run, config.stage, config.checkpoint, here.say)
+        folder = Path(config.out).expanduser()
         if config.adapter:
-            saved = find_checkpoint(config.run, config.stage, config.checkpoint, here.say)
-            write_adapter_folder(saved, Path(config.out).expanduser())
-            here.say(f"{saved.folder} -> {config.out}")
-            return 0
-        opened = open_model(here, config, config.stage)
-        folder, origin = Path(config.out).expanduser(), opened.checkpoint
-        if isinstance(opened.model, CausalLM) and isinstance(opened.tokenizer, HFTokenizer):
-            export(opened.model, opened.tokenizer, folder)
+            write_adapter_folder(source, folder)
         else:
-            shape = Shape.from_dict(opened.model.shape.to_dict())
-            weights = origin.model() if isinstance(origin, Checkpoint) else dict(opened.model.state_dict())
-            about = {"stage": origin.state.get("stage", ""), "step": origin.step}
-            export_own(shape, weights, opened.tokenizer, about, folder)
-        here.say(f"{opened.checkpoint.folder} -> {folder}")
+            opened = open_model(source, here, tokenizer=config.tokenizer, attention=config.attention)
+            if isinstance(opened.model, CausalLM) and isinstance(opened.tokenizer, HFTokenizer):
+                export(opened.model, opened.tokenizer, folder)
+            else:
+                shape = Shape.from_dict(opened.model.shape.to_dict())
+                # the checkpoint's own weights: the device may compute in another dtype
+                weights = source.model() if isinstance(source, OwnCheckpoint) else dict(opened.model.state_dict())
+                about = {"stage": source.state.get("stage", ""), "step": source.step}
+                export_own(shape, weights, opened.tokenizer, about, folder)
+        here.say(f"{source.folder} -> {folder}")
     return 0
 
 
-def write_adapter_folder(saved: Checkpoint, folder: Path) -> None:
-    """The adapters of a checkpoint as a folder of peft's."""
-    if not is_adapter(saved):
-        raise UserError(f"{saved.folder} holds a whole model and no adapters; leave out --adapter")
-    check_peft_base(saved.folder.parent / BESIDE)
-    export_adapter(saved.folder.parent / BESIDE, saved.model(), folder)
+def write_adapter_folder(source: ModelSource, folder: Path) -> None:
+    """Write the adapters of a checkpoint as a folder for peft."""
+    if not isinstance(source, HFCheckpoint) or not source.is_adapter:
+        raise UserError(f"{source.folder} holds a whole model and no adapters; leave out --adapter")
+    source.check_peft_base()
+    export_adapter(source.config_folder, source.model(), folder)

@@ -1,9 +1,9 @@
-"""A chip's fused operators inside a model of transformers: norms, rotation, SwiGLU.
+"""Puts a chip's fused operators into a model of transformers: norms, rotary embedding, SwiGLU.
 
     for name in fuse(model, device.operators(), place): print(name)      # nothing where plain torch is best
 
-Each is tried first on random numbers, where the model will run: what gives other results than transformers' own code
-stays as it was.
+Each is first compared with transformers' own code, on random numbers and on the device of the model; one that gives
+other results is not used.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from torch import Tensor, nn
 
 from ascendchat.models.causal_lm import CausalLM
 
-CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of the largest value
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # relative to the largest value
 ROTATION = "apply_rotary_pos_emb"
 
 
 class _FusedOps(Protocol):
-    """What a chip may have in one operator, with gradients; those of device/ have it."""
+    """Operators that a chip may have, with gradients; device/ implements them."""
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
     def weighted_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor: ...
 
 
-def fuse(model: CausalLM, ops: _FusedOps | None, place: torch.device) -> list[str]:
-    """Put them in; what was put in, for people. The model may still be elsewhere."""
+def fuse(model: CausalLM, ops: _FusedOps | None, device: torch.device) -> list[str]:
+    """Replace modules by `ops`, and say which. `device`: the one on which the model will run."""
     if ops is None:
         return []
     counts: dict[str, int] = {}
-    known: dict[tuple[type, int], bool] = {}  # kind of module and its width -> whether the fused one does the same
+    equal: dict[tuple[type, int], bool] = {}  # kind of module and its width -> the fused one gives the same results
     for module in model.inner.modules():
-        made = fused_forward(module, ops)
-        if made is None:
+        forward = fused_forward(module, ops)
+        if forward is None:
             continue
         key = type(module), width_of(module)
-        if key not in known:
-            alone = deepcopy(module).to(place)
-            known[key] = same(alone.forward, fused_forward(alone, ops), model, place, width_of(module))
-        if known[key]:
-            module.forward = made
+        if key not in equal:
+            copy = deepcopy(module).to(device)
+            equal[key] = agree(copy.forward, fused_forward(copy, ops), model, device, width_of(module))
+        if equal[key]:
+            module.forward = forward
             name = type(module).__name__
             counts[name] = counts.get(name, 0) + 1
-    if fuse_rotation(model, ops, place):
+    if fuse_rotation(model, ops, device):
         counts[ROTATION] = model.shape.depth
     return [f"{name} x {count}" for name, count in counts.items()]
 
 
 def fused_forward(module: nn.Module, ops: _FusedOps) -> Callable[[Tensor], Tensor] | None:
-    """The forward of a norm or of a gated MLP; None for anything else."""
+    """A fused forward for a norm or a gated MLP; None for other modules."""
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return partial(norm, module, ops)
     if all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj")):
@@ -68,30 +68,30 @@ def norm(module: Any, ops: _FusedOps, x: Tensor) -> Tensor:
 
 
 def gated(module: Any, ops: _FusedOps, x: Tensor) -> Tensor:
-    found: Tensor = module.down_proj(ops.swiglu(module.gate_proj(x), module.up_proj(x)))
-    return found
+    y: Tensor = module.down_proj(ops.swiglu(module.gate_proj(x), module.up_proj(x)))
+    return y
 
 
 def width_of(module: Any) -> int:
-    """Channels that go in."""
+    """Input channels of a module."""
     return int(module.weight.size(0) if hasattr(module, "weight") else module.gate_proj.in_features)
 
 
 @torch.no_grad()
-def same(theirs: Any, ours: Any, model: CausalLM, place: torch.device, *size: int) -> bool:
-    """Whether both give the same for random numbers."""
+def agree(theirs: Any, ours: Any, model: CausalLM, device: torch.device, *size: int) -> bool:
+    """True if both functions give the same results for random numbers."""
     head = model.head
-    x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0)).to(place, head.dtype)
-    expected, found = theirs(x), ours(x)
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0)).to(device, head.dtype)
+    expected, actual = theirs(x), ours(x)
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    far = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-6)
-    return float(far) <= CLOSE.get(head.dtype, 0.0)
+    error = (actual.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-6)
+    return float(error) <= TOLERANCE.get(head.dtype, 0.0)
 
 
-def fuse_rotation(model: CausalLM, ops: _FusedOps, place: torch.device) -> bool:
-    """transformers calls it as a function of the file of the model, which other models of that kind use too: those on
-    another type of device keep theirs."""
+def fuse_rotation(model: CausalLM, ops: _FusedOps, device: torch.device) -> bool:
+    """Replace the rotary embedding. It is a function of the model's file in transformers, which has no interface for
+    this; other models of that kind call it too, and those on another type of device keep transformers' own."""
     layer = next((module for module in model.inner.modules() if hasattr(module, "layer_idx")), None)
     file = vars(sys.modules[type(layer).__module__]) if layer is not None else {}
     if ROTATION not in file:
@@ -99,7 +99,7 @@ def fuse_rotation(model: CausalLM, ops: _FusedOps, place: torch.device) -> bool:
     theirs = getattr(file[ROTATION], "theirs", file[ROTATION])
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        if q.device.type != place.type or args or named or cos.size(-1) != q.size(-1):
+        if q.device.type != device.type or args or named or cos.size(-1) != q.size(-1):
             rotated: tuple[Tensor, Tensor] = theirs(q, k, cos, sin, *args, **named)
             return rotated
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, D)
@@ -107,7 +107,7 @@ def fuse_rotation(model: CausalLM, ops: _FusedOps, place: torch.device) -> bool:
 
     width = model.shape.head_dim
     angles = torch.arange(3.0)[None, :, None] * torch.arange(1.0, width // 2 + 1).repeat(2) / width
-    cos, sin = (part.to(place, model.head.dtype) for part in (angles.cos(), angles.sin()))
+    cos, sin = (part.to(device, model.head.dtype) for part in (angles.cos(), angles.sin()))
 
     def with_angles(function: Callable[..., tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
         return torch.cat(function(x, x[:, :1], cos, sin), dim=1)
@@ -115,7 +115,7 @@ def fuse_rotation(model: CausalLM, ops: _FusedOps, place: torch.device) -> bool:
     def rows(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
         return lambda x: with_angles(function, x.transpose(1, 2))  # (B, T, H, D) -> (B, H, T, D)
 
-    if not same(rows(theirs), rows(rotate), model, place, 2, width):
+    if not agree(rows(theirs), rows(rotate), model, device, 2, width):
         return False
     rotate.theirs = theirs  # type: ignore[attr-defined]
     file[ROTATION] = rotate

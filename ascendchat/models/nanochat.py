@@ -5,8 +5,8 @@
     DIR/tokenizer/tokenizer.pkl                                     -> the folder `tokenizer` beside each of them
 
 Every version of nanochat is our GPT (nn/gpt.py) with other constants (FORMULAS in sizes/shape.py) and without some of
-its parts, whose weights are then zero. Which version wrote a file is told by the weights that it has. The files are
-pickles: weights are read as tensors only, the tokenizer by models/nanochat.py; nothing in them is executed.
+its parts, whose weights are then zero. The weights in a file show which version wrote it. The files are pickles:
+weights are read as tensors only, the tokenizer by an unpickler of our own; nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STAGE_OF = {
 }
 FILE = re.compile(r"model_(\d+)\.pt")
 SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
-PREFIXES = ("_orig_mod.", "module.")  # of compiled and of wrapped models
+PREFIXES = ("_orig_mod.", "module.")  # of weights of compiled and of wrapped models
 
 
 class _Source(NamedTuple):
@@ -62,21 +62,21 @@ class _Source(NamedTuple):
 
 
 def run(config: ImportNanochatConfig) -> int:
-    """The command."""
+    """Run `ascendchat import nanochat`."""
     if len(config.paths) != 1:
         raise UserError("name one folder of nanochat: ascendchat import nanochat ~/.cache/nanochat")
-    found = sources(Path(config.paths[0]).expanduser(), config.model_tag, config.step)
-    name = config.run or found[0].tag
-    folders = [run_folder(name, source.stage) for source in found]
+    checkpoints = sources(Path(config.paths[0]).expanduser(), config.model_tag, config.step)
+    name = config.run or checkpoints[0].tag
+    folders = [run_folder(name, source.stage) for source in checkpoints]
     for folder in folders:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} is there already; choose another name: --run NAME")
-    tokenizer = read_tokenizer((Path(config.tokenizer or found[0].tokenizer)).expanduser() / "tokenizer.pkl")
-    draft = folders[0].parent.with_name(f".{name}.importing")  # one that was killed left its draft here
+    tokenizer = read_tokenizer((Path(config.tokenizer or checkpoints[0].tokenizer)).expanduser() / "tokenizer.pkl")
+    draft = folders[0].parent.with_name(f".{name}.importing")  # a killed import may have left its draft here
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        told = [write(source, tokenizer, config.window_pattern, draft / source.stage) for source in found]
-        for folder, line in zip(folders, told):  # all stages are read and written: none is seen without the others
+        lines = [write(source, tokenizer, config.window_pattern, draft / source.stage) for source in checkpoints]
+        for folder, line in zip(folders, lines):  # only now: no stage is visible before all are written
             folder.parent.mkdir(parents=True, exist_ok=True)
             (draft / folder.name).replace(folder)
             print(line.replace(str(draft / folder.name), str(folder)))
@@ -86,11 +86,11 @@ def run(config: ImportNanochatConfig) -> int:
     return 0
 
 
-# ---- which files -------------------------------------------------------------------------------
+# ---- finding the files -------------------------------------------------------------------------
 
 
 def sources(path: Path, tag: str = "", step: int | None = None) -> list[_Source]:
-    """The checkpoints that a path means, in the order of their stages."""
+    """The checkpoints at a path, in the order of their stages."""
     if path.is_file():
         if not FILE.fullmatch(path.name):
             raise UserError(f"{path} is no checkpoint of nanochat: those are called model_013351.pt")
@@ -108,14 +108,14 @@ def sources(path: Path, tag: str = "", step: int | None = None) -> list[_Source]
         raise UserError(f"{path} holds no checkpoints of nanochat (base_checkpoints/d18/model_013351.pt)")
     if tag not in tags if tag else len(tags) > 1:
         raise UserError(f"{path} holds the models {', '.join(tags)}; name one of them: --model-tag {tags[0]}")
-    found = []
+    checkpoints = []
     for model in models:
-        known = {_Source("", file).step: file for file in model.iterdir() if FILE.fullmatch(file.name)}
-        if model.name == (tag or tags[0]) and (step is None or step in known):
-            found.append(_Source(_stage(model), known[max(known) if step is None else step]))
-    if not found:
+        files = {_Source("", file).step: file for file in model.iterdir() if FILE.fullmatch(file.name)}
+        if model.name == (tag or tags[0]) and (step is None or step in files):
+            checkpoints.append(_Source(_stage(model), files[max(files) if step is None else step]))
+    if not checkpoints:
         raise UserError(f"{path} holds no model_{step or 0:06d}.pt; leave out --step, or give one that is there")
-    return found
+    return checkpoints
 
 
 def _stage(model: Path) -> str:
@@ -125,11 +125,11 @@ def _stage(model: Path) -> str:
     return STAGE_OF[kind]
 
 
-# ---- what is in them ---------------------------------------------------------------------------
+# ---- reading and converting --------------------------------------------------------------------
 
 
 def write(source: _Source, tokenizer: Tokenizer, pattern: str, folder: Path) -> str:
-    """One checkpoint of ours, and its tokenizer beside it; what was done, in a line."""
+    """Write one checkpoint of ours, and its tokenizer beside it; returns a line about it."""
     weights, config = read_weights(source.file), read_config(source)
     shape = shape_of(source.file, weights, {**config, **({"window_pattern": pattern} if pattern else {})})
     if tokenizer.vocab_size != shape.vocab:
@@ -154,7 +154,7 @@ def write(source: _Source, tokenizer: Tokenizer, pattern: str, folder: Path) -> 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Tensors by name, in float32."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         reason = re.sub(r"\s+", " ", str(error).partition("WeightsUnpickler error: ")[2] or "not a pickle of tensors")
         raise UserError(
@@ -163,23 +163,24 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{path} cannot be read ({line[:150]}); copy it again from where it was trained") from None
-    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+    if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise UserError(f"{path} is no state_dict of a model; import the file model_*.pt")
-    return {_bare(str(name)): tensor for name, tensor in found.items()}
+    return {_bare(str(name)): tensor for name, tensor in weights.items()}
 
 
 def _bare(name: str) -> str:
+    """The name of a weight without the prefixes of wrappers."""
     while prefix := next((known for known in PREFIXES if name.startswith(known)), ""):
         name = name.removeprefix(prefix)
     return name
 
 
 def read_config(source: _Source) -> dict[str, Any]:
-    """`model_config` of the meta file."""
+    """The `model_config` of the meta file."""
     path = source.file.with_name(f"meta_{source.file.stem.removeprefix('model_')}.json")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["model_config"]
-        return {**found, **{name: int(found[name]) for name in SIZES}}
+        values = json.loads(path.read_text(encoding="utf-8"))["model_config"]
+        return {**values, **{name: int(values[name]) for name in SIZES}}
     except FileNotFoundError:
         raise UserError(f"{path} is missing, which says the sizes of the model; copy it beside that") from None
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
@@ -187,7 +188,7 @@ def read_config(source: _Source) -> dict[str, Any]:
 
 
 def formulas_of(weights: Mapping[str, Tensor]) -> str:
-    """The version of nanochat that makes such weights (FORMULAS)."""
+    """The version of nanochat that makes such weights, as FORMULAS names it."""
     gates = [tensor.size(1) for name, tensor in weights.items() if name.endswith("attn.ve_gate.weight")]
     if "smear_lambda" in weights:
         return "nanochat-2026-03-14"
@@ -197,7 +198,7 @@ def formulas_of(weights: Mapping[str, Tensor]) -> str:
 
 
 def shape_of(path: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Shape:
-    """Our shape of such a model."""
+    """The shape of our GPT for these weights."""
     depth, dim, heads = config["n_layer"], config["n_embd"], config["n_head"]
     up, table = (weights.get(name) for name in ("transformer.h.0.mlp.c_fc.weight", "transformer.wte.weight"))
     if up is None or table is None:
@@ -225,10 +226,10 @@ def shape_of(path: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any
 
 
 def convert(path: Path, weights: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """The weights of our GPT. A weight that is left over is an architecture that we do not know, and refused."""
+    """The weights of our GPT. An unused weight belongs to an architecture that we do not know, which is refused."""
     left = dict(weights)
     with torch.device("meta"):
-        wanted = {name: tensor.shape for name, tensor in GPT(shape).state_dict().items()}
+        shapes = {name: tensor.shape for name, tensor in GPT(shape).state_dict().items()}
 
     def take(name: str) -> Tensor:
         if name not in left:
@@ -239,16 +240,16 @@ def convert(path: Path, weights: Mapping[str, Tensor], shape: Shape) -> dict[str
         rows = take(name)
         return torch.cat((rows, rows.new_zeros(shape.padded_vocab - rows.size(0), rows.size(1))))
 
-    def turned(name: str) -> Tensor:
-        """nanochat turns queries and keys the other way round: so does ours with the halves of a head swapped."""
+    def rotated(name: str) -> Tensor:
+        """nanochat rotates queries and keys in the other direction, which is ours with the halves of a head swapped."""
         return take(name).unflatten(0, (-1, 2, shape.head_dim // 2)).flip(1).flatten(0, 2)
 
     made = {"embed.weight": table("transformer.wte.weight"), "head": table("lm_head.weight")}
     for i in range(shape.depth):
         there, here = f"transformer.h.{i}.", f"blocks.{i}."
-        parts = [turned(f"{there}attn.{part}.weight") for part in ("c_q", "c_k")] + [take(f"{there}attn.c_v.weight")]
-        made[here + "qkv"] = torch.cat(parts).reshape(wanted[here + "qkv"])
-        made[here + "shift"] = torch.zeros(wanted[here + "shift"])
+        parts = [rotated(f"{there}attn.{part}.weight") for part in ("c_q", "c_k")] + [take(f"{there}attn.c_v.weight")]
+        made[here + "qkv"] = torch.cat(parts).reshape(shapes[here + "qkv"])
+        made[here + "shift"] = torch.zeros(shapes[here + "shift"])
         made[here + "out"] = take(there + "attn.c_proj.weight")
         made[here + "up"] = take(there + "mlp.c_fc.weight")
         made[here + "down"] = take(there + "mlp.c_proj.weight").t().contiguous()
@@ -262,33 +263,32 @@ def convert(path: Path, weights: Mapping[str, Tensor], shape: Shape) -> dict[str
     made["smear_gate"] = take("smear_gate.weight") if smears else torch.zeros(1, min(SMEAR_GATE_CHANNELS, shape.dim))
     made["smear"] = take("smear_lambda") if smears else torch.zeros(1)
     made["backout"] = take("backout_lambda") if smears else torch.zeros(1)
-    odd = sorted(name for name in left if name not in ("cos", "sin"))
-    if odd:
+    unknown = sorted(name for name in left if name not in ("cos", "sin"))
+    if unknown:
         raise UserError(
-            f"{path} has {odd[0]}, which no version of nanochat has that we know: its model is another one "
+            f"{path} has {unknown[0]}, which no version of nanochat has that we know: its model is another one "
             "and cannot be imported"
         )
-    wrong = [name for name, size in wanted.items() if made[name].shape != size]
+    wrong = [name for name, size in shapes.items() if made[name].shape != size]
     if wrong:
-        raise RuntimeError(f"{wrong[0]} is {tuple(made[wrong[0]].shape)} instead of {tuple(wanted[wrong[0]])}")
+        raise RuntimeError(f"{wrong[0]} is {tuple(made[wrong[0]].shape)} instead of {tuple(shapes[wrong[0]])}")
     return made
 
 
-# nanochat's tokenizer as ours: `ascendchat import nanochat DIR` reads its tokenizer.pkl here.
+# Reading nanochat's tokenizer.pkl.
 #
 #     tokenizer = read_tokenizer(Path("nanochat/tokenizer/tokenizer.pkl"))
 #
 # The file is a pickled tiktoken Encoding, and unpickling can run any program. So the one name that such a file needs
-# stands for a class of our own that only keeps what it is given, and every other name is refused before it is looked
-# up.
+# stands for a class of our own that only stores its state, and every other name is refused before it is looked up.
 
 RENAMED = {"<|python_start|>": "<|tool_start|>", "<|python_end|>": "<|tool_end|>"}
 NEEDED = ("bos", *(f"{who}_{edge}" for who in ("user", "assistant", "tool", "output") for edge in ("start", "end")))
 BROKEN = (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, MemoryError)
 
 
-class _Kept:
-    """In the place of a tiktoken Encoding: its state, not understood."""
+class _PickledEncoding:
+    """The state of a tiktoken Encoding, uninterpreted."""
 
     state: Any = None
 
@@ -297,14 +297,14 @@ class _Kept:
 
 
 def _bytes(text: str, encoding: str) -> bytes:
-    """How pickles before protocol 3 write bytes."""
+    """Replaces codecs.encode, by which pickles before protocol 3 write bytes."""
     if type(text) is not str or encoding != "latin1":
         raise pickle.UnpicklingError("a call that makes no bytes")
     return text.encode("latin1")
 
 
 class _Reader(pickle.Unpickler):
-    """Knows the names that a pickled tiktoken Encoding holds, and no others."""
+    """An unpickler that accepts the names in a pickled tiktoken Encoding, and no others."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         super().__init__(file)
@@ -312,7 +312,7 @@ class _Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("tiktoken.core", "Encoding"):
-            return _Kept
+            return _PickledEncoding
         if (module, name) == ("_codecs", "encode"):
             return _bytes
         raise UserError(
@@ -322,18 +322,18 @@ class _Reader(pickle.Unpickler):
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The same ids for every text, nanochat's special tokens under our names."""
+    """Read a tokenizer.pkl: it gives the same ids for every text; special tokens have our names."""
     try:
         with open(path, "rb") as file:
-            kept = _Reader(file, path).load()
+            encoding = _Reader(file, path).load()
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}); name the folder that holds it: --tokenizer FOLDER"
         ) from None
     except BROKEN as error:
         raise UserError(f"{path} is no whole pickle ({error or type(error).__name__}); copy it again") from None
-    state = getattr(kept, "state", None)
-    if not isinstance(kept, _Kept) or not isinstance(state, dict):
+    state = getattr(encoding, "state", None)
+    if not isinstance(encoding, _PickledEncoding) or not isinstance(state, dict):
         raise UserError(
             f"{path} holds no vocabulary of its own; only tokenizers that nanochat has trained are imported"
         )
@@ -348,10 +348,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _table(value: Any, kind: type) -> bool:
+    """True for a non-empty dict from `kind` to int."""
     return type(value) is dict and bool(value) and all(type(k) is kind and type(n) is int for k, n in value.items())
 
 
 def _tokenizer(path: Path, pattern: str, ranks: dict[bytes, int], specials: dict[str, int]) -> Tokenizer:
+    """Our tokenizer with these tokens, if it gives them the same ids."""
     ordered = sorted(specials, key=specials.__getitem__)
     names = [RENAMED.get(name, name) for name in ordered]
     if missing := [name for name in NEEDED if f"<|{name}|>" not in names]:

@@ -1,4 +1,4 @@
-"""The sizes of a Hugging Face model, as nn/model.py asks for them.
+"""The sizes of a Hugging Face model, with the interface that nn/model.py describes.
 
 shape = HFShape.of(config, total_parameters, seq_len)      # config: transformers' own
 """
@@ -13,13 +13,14 @@ from typing import Any
 from ascendchat.errors import UserError
 from ascendchat.sizes.hf import FAMILIES, HFModel, from_config
 
-USUAL_CONTEXT = 4096  # tokens of a row where nobody says: caches of the 131,072 that some configs name fit nowhere
-PASSING = "transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation"  # say nothing of it
+DEFAULT_CONTEXT = 4096  # tokens of a row: a cache of the 131,072 that some configs name fits nowhere
+# entries of a config.json that do not describe the model
+TRANSIENT = "transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation"
 
 
 @dataclass(frozen=True)
 class HFShape:
-    """Made from a config.json. `counted`: the same as sizes/hf.py counts it, for memory and FLOPs."""
+    """Sizes from a config.json. `counted`: the model of sizes/hf.py, for memory and FLOPs."""
 
     model_type: str
     depth: int
@@ -29,8 +30,8 @@ class HFShape:
     head_dim: int
     vocab: int
     seq_len: int
-    longest: int  # positions that the model knows
-    layer_windows: tuple[int, ...]  # of each layer; 0: it sees everything
+    longest: int  # positions that the model was made for
+    layer_windows: tuple[int, ...]  # tokens of attention in each layer; 0: all
     total_parameters: int
     fingerprint: str  # of the config
     counted: HFModel
@@ -44,15 +45,15 @@ class HFShape:
                 "run; choose another model"
             )
         depth, dim, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
-        longest = getattr(text, "max_position_embeddings", None) or USUAL_CONTEXT
+        longest = getattr(text, "max_position_embeddings", None) or DEFAULT_CONTEXT
         values = {**text.to_dict(), "hidden_size": dim, "num_hidden_layers": depth, "num_attention_heads": heads}
         values["intermediate_size"] = getattr(text, "intermediate_size", None) or 4 * dim
         values["vocab_size"] = text.vocab_size
-        if text.model_type not in FAMILIES:  # counted as what it is most like
+        if text.model_type not in FAMILIES:  # counted like the most similar one
             values["model_type"] = "llama"
-        length = min(longest, seq_len or USUAL_CONTEXT)
-        lasting = {name: value for name, value in config.to_dict().items() if name not in PASSING}
-        digest = hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()
+        length = min(longest, seq_len or DEFAULT_CONTEXT)
+        described = {name: value for name, value in config.to_dict().items() if name not in TRANSIENT}
+        digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
         return cls(
             model_type=config.model_type,
             depth=depth,
@@ -78,16 +79,17 @@ class HFShape:
         return self.counted.train_flops_per_token
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint says of it; the config itself lies beside the checkpoints (export.py)."""
+        """The entry `shape` of a checkpoint's state; the config itself lies beside the checkpoints."""
         return {"hf": self.model_type, "config": self.fingerprint, "seq_len": self.seq_len}
 
 
 def windows_of(config: Any, depth: int) -> tuple[int, ...]:
-    """Tokens that each layer sees, 0 for all; a layer that keeps anything but keys and values is a UserError."""
+    """Attention window of each layer in tokens, 0 for all; a layer with another state than keys and values is a
+    UserError."""
     window = getattr(config, "sliding_window", None) or 0
     family = FAMILIES.get(config.model_type)
     if family and not family.windows and not getattr(config, "use_sliding_window", False):
-        return (0,) * depth  # one in the config.json of a Llama is read by nobody
+        return (0,) * depth  # transformers ignores one in the config.json of a Llama
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * depth
     odd = set(kinds) - {"full_attention", "sliding_attention"}
     if odd:

@@ -1,11 +1,11 @@
-"""The tokenizer of a Hugging Face model behind the interface of ours (data/tokenizer).
+"""The tokenizer of a Hugging Face model with the interface of our own (data/tokenizer).
 
     tokenizer.encode("<|im_end|>")      # plain text, never a special token
-    tokenizer.template                  # the model's own chat template (template.py); None: it has none
-    tokenizer.stops                     # tokens that end an answer: of generation_config, and what closes a turn
+    tokenizer.template                  # the model's own chat template (jinja_template.py); None: it has none
+    tokenizer.stops                     # tokens that end an answer: of generation_config, and the one that ends a turn
 
-What our own models have special tokens for and others have not (tool calls, their results) gets ids behind the
-vocabulary, which no model ever writes.
+Special tokens of our own models that others do not have (tool calls, their results) get ids behind the vocabulary,
+which no model ever writes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ascendchat.data.surrogates import replace_lone_surrogates
 from ascendchat.data.tokenizer.storage import byte_letters
 from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer
 from ascendchat.errors import UserError
-from ascendchat.models.template import ChatTemplate
+from ascendchat.models.jinja_template import ChatTemplate
 from ascendchat.models.transformers_4 import add_old_tokenizer_names
 
-SPACE = "▁"  # stands for a blank in vocabularies of SentencePiece
+SPACE = "▁"  # a blank, in vocabularies of SentencePiece
 RAW_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class HFTokenizer(Tokenizer):
-    """Text <-> ids. `inner`: transformers' tokenizer; `vocab`: rows of the model's head, which may be more."""
+    """Text <-> ids. `inner`: transformers' tokenizer; `vocab`: rows of the model's head, often more than tokens."""
 
     calls_tools = False
 
@@ -44,20 +44,20 @@ class HFTokenizer(Tokenizer):
                 "(save_pretrained of transformers) and open that"
             )
         self.inner, self.json = inner, backend.to_str()
-        self._made = inner, vocab, generation, config
+        self._arguments = inner, vocab, generation, config
         self._plain, self._marked = (type(backend).from_str(self.json) for _ in range(2))
         for copy in (self._plain, self._marked):
             copy.no_padding()
             copy.no_truncation()
-        self._plain.encode_special_tokens = True  # what looks like a special token is text
+        self._plain.encode_special_tokens = True  # text that looks like a special token stays text
         self._marked.encode_special_tokens = False
         content = json.loads(self.json)
         added = {token["id"]: token for token in content.get("added_tokens") or ()}
         self.names = {number: token["content"] for number, token in added.items() if token["special"]}
         others = {number: token["content"] for number, token in added.items() if not token["special"]}
-        known = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocab, max(known.values()) + 1)
-        self.tokens = _all_bytes(known, added, _byte_level(content), self.vocab_size)
+        ids = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab, max(ids.values()) + 1)
+        self.tokens = _all_bytes(ids, added, _byte_level(content), self.vocab_size)
         ends = [getattr(generation, "eos_token_id", None), inner.eos_token_id, getattr(config, "eos_token_id", None)]
         stops = dict.fromkeys(number for end in ends for number in (end if isinstance(end, list) else [end]))
         self.stops = tuple(number for number in stops if number is not None)
@@ -77,37 +77,37 @@ class HFTokenizer(Tokenizer):
         self.specials = {name: self.vocab_size + number for number, name in enumerate(SPECIALS)}
         self.specials |= {"<|bos|>": self.bos, "<|pad|>": self.pad}
         self.specials["<|assistant_end|>"] = self.stops[0] if end is None else end
-        told = json.dumps([self.vocab_size, inner.chat_template, self.stops], ensure_ascii=False, default=str)
-        self.fingerprint = hashlib.sha256((self.json + told).encode()).hexdigest()
+        rest = json.dumps([self.vocab_size, inner.chat_template, self.stops], ensure_ascii=False, default=str)
+        self.fingerprint = hashlib.sha256((self.json + rest).encode()).hexdigest()
 
     def thinking(self, enable: bool | None) -> HFTokenizer:
-        """The same for answers that begin by thinking or do not, where the chat template knows that; None: as it is."""
+        """A tokenizer whose answers begin by thinking or do not, if the chat template has this option; None: itself."""
         if self.template is None or enable is None:
             return self
-        made = object.__new__(HFTokenizer)
-        made.__dict__ |= self.__dict__ | {"template": self.template.with_options(enable_thinking=enable)}
-        return made
+        tokenizer = object.__new__(HFTokenizer)
+        tokenizer.__dict__ |= self.__dict__ | {"template": self.template.with_options(enable_thinking=enable)}
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         return self._plain.encode(replace_lone_surrogates(text), add_special_tokens=False).ids  # type: ignore[no-any-return]
 
     def encode_batch(self, texts: list[str], threads: int = min(8, os.cpu_count() or 1)) -> list[list[int]]:
         whole = [replace_lone_surrogates(text) for text in texts]
-        return [found.ids for found in self._plain.encode_batch(whole, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._plain.encode_batch(whole, add_special_tokens=False)]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.names[i].encode() if i in self.names else self.tokens[i] for i in map(int, ids))
 
     def written(self, number: int) -> str:
-        """A token as its tokenizer writes it, a special one too."""
+        """The text of a token in its vocabulary, also of a special one."""
         return str(self.inner.convert_ids_to_tokens(number))
 
     def token_bytes(self) -> np.ndarray:
         return np.array([len(token) for token in self.tokens], dtype=np.int32)
 
     def byte_id(self, value: int) -> int:
-        found = self._plain.encode(chr(value), add_special_tokens=False).ids
-        exact = [number for number in found if self.tokens[number] == bytes([value])]
+        ids = self._plain.encode(chr(value), add_special_tokens=False).ids
+        exact = [number for number in ids if self.tokens[number] == bytes([value])]
         return exact[0] if exact else self.tokens.index(bytes([value]))
 
     def save(self, folder: Path | str, command: str = "") -> None:
@@ -116,43 +116,43 @@ class HFTokenizer(Tokenizer):
 
     def __reduce__(self) -> Any:
         options = self.template.options if self.template else {}
-        return _made, (self._made, options)  # to worker processes; never to disk
+        return _rebuilt, (self._arguments, options)  # for worker processes; never written to disk
 
     @property
     def for_grammars(self) -> _GrammarTokens:
-        """For the process that tries grammars out, which has no time to import transformers."""
+        """A picklable part for the process that compiles grammars, which does not import transformers."""
         return _GrammarTokens(self.json, self.vocab_size, self.specials)
 
 
 class _GrammarTokens:
-    """As much of a tokenizer as a grammar needs."""
+    """The part of a tokenizer that grammars need."""
 
     def __init__(self, json: str, vocab_size: int, specials: dict[str, int]) -> None:
         self.json, self.vocab_size, self.specials = json, vocab_size, specials
 
 
-def _made(given: tuple[Any, ...], options: dict[str, Any]) -> HFTokenizer:
-    return HFTokenizer(*given).thinking(options.get("enable_thinking"))
+def _rebuilt(arguments: tuple[Any, ...], options: dict[str, Any]) -> HFTokenizer:
+    return HFTokenizer(*arguments).thinking(options.get("enable_thinking"))
 
 
 def _opening(inner: Any) -> tuple[int, ...]:
-    """What the tokenizer itself puts before a text; most that end their turns by a token of their own add nothing. An
-    end that it would add is left out, since the text is to go on."""
+    """The tokens that the tokenizer puts before a text; most whose turns end by a special token add nothing. A token at
+    the end of the text is left out, since the text goes on."""
     bare, whole = (list(inner("a", add_special_tokens=adds)["input_ids"]) for adds in (False, True))
-    places = range(len(whole) - len(bare) + 1)
-    return tuple(whole[: next((at for at in places if whole[at : at + len(bare)] == bare), 0)])
+    offsets = range(len(whole) - len(bare) + 1)
+    return tuple(whole[: next((at for at in offsets if whole[at : at + len(bare)] == bare), 0)])
 
 
 def _byte_level(content: dict[str, Any]) -> bool:
-    """Whether tokens are written in the letters of GPT-2, one per byte; else as SentencePiece writes them."""
+    """True if the vocabulary has GPT-2's letters, one per byte; False if it is written as SentencePiece does."""
     return "ByteLevel" in json.dumps([content.get("decoder"), content.get("pre_tokenizer")])
 
 
-def _all_bytes(known: dict[str, int], added: dict[int, Any], byte_level: bool, size: int) -> list[bytes]:
-    """The bytes of every id; none for special tokens and for ids that no text has."""
+def _all_bytes(ids: dict[str, int], added: dict[int, Any], byte_level: bool, size: int) -> list[bytes]:
+    """The bytes of every id; empty for special tokens and for ids without a token."""
     letters = {letter: value for value, letter in enumerate(byte_letters())}
     tokens = [b""] * size
-    for text, number in known.items():
+    for text, number in ids.items():
         if number in added:
             tokens[number] = b"" if added[number]["special"] else text.encode()
         elif byte_level:

@@ -3,7 +3,7 @@ compat/flash.py.
 
 Here arguments are checked and brought into the form of the kernels; the kernel is the one that attention.py chooses for
 the device: npu_fusion_attention on NPUs, torch's flash kernel on CUDA, scaled_dot_product_attention elsewhere. What no
-fused kernel has (softcap, ALiBi) is computed by the formula of flash_plain.py, and said once.
+fused kernel has (softcap, ALiBi) is computed by the formula of flash_plain.py, with one warning.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ascendchat.device import cuda_attention, npu_attention
+from ascendchat.device.npu_attention import causal_mask
 from ascendchat.errors import UserError
 from ascendchat.nn import flash_plain as plain
-from ascendchat.nn.attention import causal_mask, choose
+from ascendchat.nn.attention import choose
 from ascendchat.nn.flash_plain import Rule
 
-Found = Tensor | tuple[Tensor, ...]
+Output = Tensor | tuple[Tensor, ...]
 NPU, TORCH, FINITE = "npu_fusion", "flash", ("eager", "reference")  # names of kernels in attention.py
 
 
-_names: dict[tuple[str, torch.dtype, int], str] = {}
-_said: set[str] = set()
+_kernel_names: dict[tuple[str, torch.dtype, int], str] = {}
+_warned: set[str] = set()
 
 
 @torch.compiler.assume_constant_result
 def kernel_name(device_type: str, dtype: torch.dtype, head_dim: int) -> str:
-    """Of the kernel that attention.py chooses."""
-    if (device_type, dtype, head_dim) not in _names:
-        _names[device_type, dtype, head_dim] = choose(device_type, dtype, head_dim)[0].name
-    return _names[device_type, dtype, head_dim]
+    """Name of the kernel that attention.py chooses."""
+    if (device_type, dtype, head_dim) not in _kernel_names:
+        _kernel_names[device_type, dtype, head_dim] = choose(device_type, dtype, head_dim)[0].name
+    return _kernel_names[device_type, dtype, head_dim]
 
 
 @torch.compiler.assume_constant_result
-def say(text: str) -> None:
-    """A warning, once in a process."""
-    if text not in _said:
-        _said.add(text)
+def warn_once(text: str) -> None:
+    """Warn once in a process."""
+    if text not in _warned:
+        _warned.add(text)
         warnings.warn(text, stacklevel=5)
 
 
@@ -53,7 +55,9 @@ def kernel_for(q: Tensor, rule: Rule) -> str:
     name = kernel_name(q.device.type, q.dtype, q.size(-1))
     if name in (NPU, TORCH) and rule.changes_scores:
         what = "softcap" if rule.softcap > 0 else "alibi_slopes"
-        say(f"{what}: the attention kernel {name} has none; computed by plain operations, with memory for all scores")
+        warn_once(
+            f"{what}: the attention kernel {name} has none; computed by plain operations, with memory for all scores"
+        )
         return "eager"
     return "sdpa" if name == TORCH and rule.dropout else name
 
@@ -70,7 +74,7 @@ def make_rule(
     dropout_p: float = 0.0,
     lse: bool = False,
 ) -> Rule:
-    """The arguments that all functions have, checked."""
+    """Check the arguments that all functions have."""
     heads, dim = q.shape[-2:]
     if v.shape != k.shape or k.size(-1) != dim:
         shapes = [tuple(x.shape) for x in (q, k, v)]
@@ -88,8 +92,8 @@ def make_rule(
     return Rule(left, 0 if causal else right, scale, max(softcap or 0.0, 0.0), alibi_slopes, dropout_p, lse)
 
 
-def _repeatable(deterministic: bool, tensors: Sequence[Tensor]) -> None:
-    """Only torch's own switch makes the gradients of fused kernels the same at every run."""
+def _check_deterministic(deterministic: bool, tensors: Sequence[Tensor]) -> None:
+    """Refuse `deterministic` without torch's own switch: only that makes gradients of fused kernels repeatable."""
     name = kernel_name(tensors[0].device.type, tensors[0].dtype, tensors[0].size(-1))
     if not deterministic or name not in (NPU, TORCH) or torch.are_deterministic_algorithms_enabled():
         return
@@ -97,12 +101,12 @@ def _repeatable(deterministic: bool, tensors: Sequence[Tensor]) -> None:
         raise UserError("deterministic: call torch.use_deterministic_algorithms(True), which the kernels here obey")
 
 
-def _nothing(q: Tensor) -> Tensor:
-    """Zeros that have a gradient, of zeros."""
+def _zeros(q: Tensor) -> Tensor:
+    """Zeros of the shape of q, with a gradient of zeros."""
     return q.masked_fill(torch.ones((), dtype=torch.bool, device=q.device), 0)
 
 
-def _result(out: Tensor, lse: Tensor | None, wanted: bool) -> Found:
+def _result(out: Tensor, lse: Tensor | None, wanted: bool) -> Output:
     if not wanted:
         return out
     assert lse is not None, "asked for by the rule"
@@ -114,30 +118,26 @@ def _result(out: Tensor, lse: Tensor | None, wanted: bool) -> Found:
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
     queries, keys = q.size(1), k.size(1)
-    unseeing = queries if q.numel() == 0 else plain.blind(rule, queries, keys)
-    if not unseeing:
-        return _seeing_rows(q, k, v, rule.for_lengths(queries, keys))
-    first = _nothing(q[:, :unseeing])
-    none = q.new_full((q.size(0), q.size(2), unseeing), float("inf"), dtype=torch.float32) if rule.lse else None
-    if unseeing == queries:
+    blind = queries if q.numel() == 0 else plain.blind(rule, queries, keys)
+    if not blind:
+        return _attend_rows(q, k, v, rule.for_lengths(queries, keys))
+    first = _zeros(q[:, :blind])
+    none = q.new_full((q.size(0), q.size(2), blind), float("inf"), dtype=torch.float32) if rule.lse else None
+    if blind == queries:
         return first, none
-    out, lse = _seeing_rows(q[:, unseeing:], k, v, rule.for_lengths(queries - unseeing, keys))
+    out, lse = _attend_rows(q[:, blind:], k, v, rule.for_lengths(queries - blind, keys))
     return torch.cat([first, out], 1), None if none is None or lse is None else torch.cat([none, lse], 2)
 
 
-def _seeing_rows(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
-    """Every query sees a key."""
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
+    """Attention where every query sees a key."""
     name = kernel_for(q, rule)
     if name == NPU:
-        from ascendchat.device import npu_attention
-
         limits = (rule.left, rule.right, rule.scale, rule.dropout, rule.lse)
         return npu_attention.dense(q, k, v, causal_mask(q.device), *limits)
     if name == TORCH:
-        from ascendchat.nn.attention import banded
-
         q, k, v = (_last_dim_dense(x) for x in (q, k, v))
-        return banded(q, k, v, None, None, q.size(1), k.size(1), rule.left, rule.right, rule.scale)
+        return cuda_attention.banded(q, k, v, None, None, q.size(1), k.size(1), rule.left, rule.right, rule.scale)
     return plain.dense(q, k, v, rule, formula=name in FINITE)
 
 
@@ -157,13 +157,13 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Found:
+) -> Output:
     """(B, Tq, H, D) against (B, Tk, K, D): (B, Tq, H, D). The last query stands at the last key; queries that see none
     give 0. `return_attn_probs` also gives the logsumexp of the scores (B, H, Tq), and an empty tensor."""
     rule = make_rule(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, lse=return_attn_probs
     )
-    _repeatable(deterministic, (q, k, v))
+    _check_deterministic(deterministic, (q, k, v))
     return _result(*_rows(q, k, v, rule), return_attn_probs)
 
 
@@ -178,7 +178,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Found:
+) -> Output:
     """flash_attn_func with keys and values in one tensor (B, Tk, 2, K, D)."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(2)
@@ -195,7 +195,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Found:
+) -> Output:
     """flash_attn_func with all three in one tensor (B, T, 3, H, D)."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(2)
@@ -204,18 +204,18 @@ def flash_attn_qkvpacked_func(
 
 # ---- sequences end to end --------------------------------------------------------------------------------------------
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_host_copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def on_host(numbers: Tensor) -> list[int]:
-    """As a list. Every layer of a model asks for the same bounds: the device is waited for once, until they change."""
+    """Copy to a list. Every layer of a model has the same bounds: the device is waited for once, until they change."""
     if numbers.device.type == "cpu" or numbers.is_inference():  # those have no version to tell of a change
         return numbers.tolist()
-    version, found = _known.get(numbers, (None, None))
+    version, values = _host_copies.get(numbers, (None, None))
     if version != numbers._version:
-        found = numbers.tolist()
-        _known[numbers] = (numbers._version, found)
-    return found
+        values = numbers.tolist()
+        _host_copies[numbers] = (numbers._version, values)
+    return values
 
 
 def _sequences(
@@ -237,33 +237,34 @@ def _sequences(
 def _sequences_npu(
     q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], k_bounds: list[int], rule: Rule
 ) -> tuple[Tensor, Tensor | None]:
-    """The kernel gets only queries that see a key."""
+    """Sequences on an NPU, whose kernel gets only the queries that see a key; the others give 0."""
     lengths, keys = np.diff(q_bounds), np.diff(k_bounds)
-    unseeing = np.array([plain.blind(rule, *both) for both in zip(lengths.tolist(), keys.tolist())])
-    if not unseeing.any():
-        return _seeing_sequences_npu(q, k, v, lengths, keys, rule)
-    out = _nothing(q)
+    blind = np.array([plain.blind(rule, *both) for both in zip(lengths.tolist(), keys.tolist())])
+    if not blind.any():
+        return _attend_sequences_npu(q, k, v, lengths, keys, rule)
+    out = _zeros(q)
     lse = q.new_full((q.size(1), q.size(0)), float("inf"), dtype=torch.float32) if rule.lse else None
-    where = [np.arange(end - length + none, end) for end, length, none in zip(q_bounds[1:], lengths, unseeing)]
+    where = [np.arange(end - length + none, end) for end, length, none in zip(q_bounds[1:], lengths, blind)]
     rows = torch.from_numpy(np.concatenate(where)).to(q.device)
     if len(rows):
-        found, sums = _seeing_sequences_npu(q.index_select(0, rows), k, v, lengths - unseeing, keys, rule)
-        out = out.index_copy(0, rows, found)
+        attended, sums = _attend_sequences_npu(q.index_select(0, rows), k, v, lengths - blind, keys, rule)
+        out = out.index_copy(0, rows, attended)
         lse = None if lse is None or sums is None else lse.index_copy(1, rows, sums)
     return out, lse
 
 
-def _seeing_sequences_npu(
+def _attend_sequences_npu(
     q: Tensor, k: Tensor, v: Tensor, lengths: Any, keys: Any, rule: Rule
 ) -> tuple[Tensor, Tensor | None]:
-    """In calls of as many sequences as one takes."""
-    from ascendchat.device import npu_attention
-
+    """Sequences on an NPU, in calls of at most MAX_SEQUENCES."""
     rule = rule.for_lengths(int(lengths.max()), int(keys.max()))
     limits = (rule.left, rule.right, rule.scale, rule.dropout, rule.lse)
-    outs, lses, most = [], [], npu_attention.MAX_SEQUENCES
-    for i in range(0, len(lengths), most):
-        ends, stops = np.cumsum(lengths[i : i + most]).tolist(), np.cumsum(keys[i : i + most]).tolist()
+    outs, lses, max_sequences = [], [], npu_attention.MAX_SEQUENCES
+    for i in range(0, len(lengths), max_sequences):
+        ends, stops = (
+            np.cumsum(lengths[i : i + max_sequences]).tolist(),
+            np.cumsum(keys[i : i + max_sequences]).tolist(),
+        )
         a, c = int(lengths[:i].sum()), int(keys[:i].sum())
         query, key, value = q[a : a + ends[-1]], k[c : c + stops[-1]], v[c : c + stops[-1]]
         if ends[-1]:
@@ -299,24 +300,22 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Found:
+) -> Output:
     """Sequences end to end: (Nq, H, D) against (Nk, K, D), of which sequence b has the rows from bounds[b] to
     bounds[b + 1]. With a block_table (B, pages) k and v are pages (pages, size, K, D). The logsumexp is (H, Nq)."""
     rule = make_rule(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, lse=return_attn_probs
     )
-    _repeatable(deterministic, (q, k, v))
+    _check_deterministic(deterministic, (q, k, v))
     if block_table is not None:
         k, v = read_pages(k, v, block_table, np.diff(on_host(cu_seqlens_k)))
     if kernel_for(q, rule) == TORCH and q.numel() and k.numel():
-        from ascendchat.nn.attention import banded
-
         q, k, v = (_last_dim_dense(x) for x in (q, k, v))
         longest = int(max_seqlen_q)
         if q.size(0) != cu_seqlens_q.numel() - 1:  # told 1, the kernel takes every sequence to have one query
             longest = max(longest, 2)
         bounds = (cu_seqlens_q.int(), cu_seqlens_k.int(), longest, int(max_seqlen_k))
-        return _result(*banded(q, k, v, *bounds, rule.left, rule.right, rule.scale), return_attn_probs)
+        return _result(*cuda_attention.banded(q, k, v, *bounds, rule.left, rule.right, rule.scale), return_attn_probs)
     q_bounds = _bounds("cu_seqlens_q", cu_seqlens_q, q.size(0))
     k_bounds = _bounds("cu_seqlens_k", cu_seqlens_k, k.size(0))
     if len(q_bounds) != len(k_bounds):
@@ -324,10 +323,10 @@ def flash_attn_varlen_func(
     used, left_over = q_bounds[-1], q.size(0) - q_bounds[-1]
     if used == 0:
         none = q.new_full((q.size(1), left_over), float("inf"), dtype=torch.float32)
-        return _result(_nothing(q), none, return_attn_probs)
+        return _result(_zeros(q), none, return_attn_probs)
     out, lse = _sequences(q[:used], k[: k_bounds[-1]], v[: k_bounds[-1]], q_bounds, k_bounds, rule)
     if left_over:  # rows after the last sequence are padding
-        out = torch.cat([out, _nothing(q[used:])])
+        out = torch.cat([out, _zeros(q[used:])])
         lse = None if lse is None else torch.nn.functional.pad(lse, (0, left_over), value=float("inf"))
     return _result(out, lse, return_attn_probs)
 
@@ -347,7 +346,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Found:
+) -> Output:
     """flash_attn_varlen_func with keys and values in one tensor (Nk, 2, K, D)."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(1)
@@ -366,7 +365,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Found:
+) -> Output:
     """flash_attn_varlen_func with all three in one tensor (N, 3, H, D)."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(1)
@@ -449,7 +448,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Found:
+) -> Output:
     """Queries (B, Tq, H, D) behind a cache; k and v (B, T, K, D) are first written at cache_seqlens, in place. There is
     no gradient. `num_splits` is about speed alone, and not used here. The logsumexp is (B, H, Tq)."""
     _refuse(k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, rotary_cos, rotary_sin)
@@ -463,13 +462,13 @@ def flash_attn_with_kvcache(
     given: int | Tensor = room if cache_seqlens is None else cache_seqlens
     starts = torch.full((batch,), given, device=device) if isinstance(given, int) else given.to(device).long()
     on_cpu = isinstance(given, int) or given.device.type == "cpu"
-    known = [int(given)] * batch if isinstance(given, int) else on_host(given) if on_cpu else None
+    lengths_on_host = [int(given)] * batch if isinstance(given, int) else on_host(given) if on_cpu else None
     rows = torch.arange(batch, device=device) if cache_batch_idx is None else cache_batch_idx.long()
     new = 0 if k is None else k.size(1)
-    if known is None and kernel_for(q, rule) == NPU:
-        known = on_host(given)  # type: ignore[arg-type]
-    if known is not None and max(known, default=0) + new > room:
-        raise UserError(f"cache_seqlens: {max(known)} and {new} new tokens do not fit into a cache of {room}")
+    if lengths_on_host is None and kernel_for(q, rule) == NPU:
+        lengths_on_host = on_host(given)  # type: ignore[arg-type]
+    if lengths_on_host is not None and max(lengths_on_host, default=0) + new > room:
+        raise UserError(f"cache_seqlens: {max(lengths_on_host)} and {new} new tokens do not fit into a cache of {room}")
     if k is not None and v is not None:
         positions = starts[:, None] + torch.arange(new, device=device)
         if rotary_cos is not None and rotary_sin is not None:
@@ -481,14 +480,14 @@ def flash_attn_with_kvcache(
             q = rotate(q, rotary_cos, rotary_sin, at, rotary_interleaved)
         where = _places(k_cache, rows, positions, block_table)
         k_cache[where], v_cache[where] = k.to(k_cache.dtype), v.to(v_cache.dtype)
-    held = None if known is None else [length + new for length in known]
+    held = None if lengths_on_host is None else [length + new for length in lengths_on_host]
     cached = _Cached(k_cache, v_cache, starts, new, held, rows, cache_batch_idx is None, cache_leftpad, block_table)
     out, lse = _attend(q, cached, rule)
     return (out, lse) if lse is not None else out
 
 
 class _Cached(NamedTuple):
-    """What the queries find."""
+    """The cache as the queries see it."""
 
     k: Tensor  # (rows, S, K, D), or (pages, size, K, D)
     v: Tensor
@@ -522,9 +521,9 @@ def _attend(q: Tensor, cached: _Cached, rule: Rule) -> tuple[Tensor, Tensor | No
     if q.numel() == 0:
         return q.clone(), q.new_zeros(q.size(0), q.size(2), queries, dtype=torch.float32) if rule.lse else None
     if name == NPU:
-        found = _attend_npu(q, cached, rule)
-        if found is not None:
-            return found
+        attended = _attend_npu(q, cached, rule)
+        if attended is not None:
+            return attended
         name = FINITE[0]
     longest = cached.room if cached.held is None else max(1, *cached.held)
     k, v = cached.contents(longest)
@@ -532,7 +531,7 @@ def _attend(q: Tensor, cached: _Cached, rule: Rule) -> tuple[Tensor, Tensor | No
     free = rule.left < 0 and rule.right < 0 and leftpad is None
     dense = all(x.stride() == k.stride() and x.stride(2) == x.size(3) and x.stride(3) == 1 for x in (k, v))
     if name == TORCH and TRITON and queries == 1 and free and dense and not rule.lse:
-        from ascendchat.nn.triton_decoding import one_query
+        from ascendchat.device.triton_attention import one_query
 
         return one_query(q, k, v, totals, rule.scale).masked_fill((totals == 0)[:, None, None, None], 0), None
     whole = leftpad is None and cached.held is not None and min(cached.held) == longest
@@ -542,12 +541,12 @@ def _attend(q: Tensor, cached: _Cached, rule: Rule) -> tuple[Tensor, Tensor | No
 def _attend_npu(q: Tensor, cached: _Cached, rule: Rule) -> tuple[Tensor, Tensor | None] | None:
     """By the incremental kernel, or None where it has no way. It wants rows that begin at 0, and takes no window for
     one query: then the keys in sight are copied."""
-    from ascendchat.device import npu_attention
-
     queries, held, k, v, table = q.size(1), cached.held, cached.k, cached.v, cached.table
     assert held is not None, "known for NPUs"
     if not npu_attention.can_cache(q, k.size(2)):
-        say(f"flash_attn_with_kvcache: the NPU's kernel takes no {q.dtype} with head_dim {q.size(3)}; plain operations")
+        warn_once(
+            f"flash_attn_with_kvcache: the NPU's kernel takes no {q.dtype} with head_dim {q.size(3)}; plain operations"
+        )
         return None
     first = [0] * len(held) if cached.leftpad is None else on_host(cached.leftpad)
     if queries == 1 and rule.left >= 0:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascendchat.nn.attention import HIDDEN
+from ascendchat.device.attention import HIDDEN
 
 SMALL = 128  # a window is cut into blocks of at least so many queries
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascendchat.nn.attention import Ints
+from ascendchat.nn.attention import Ints, Reference
 from ascendchat.nn.gpt import PlainOps
 from ascendchat.nn.logprobs import Float32Readout
 
@@ -102,12 +102,10 @@ class _Bounds(NamedTuple):
     positions: Tensor  # (B, T) of each token in its document
 
 
-class InvariantAttention:
+class InvariantAttention(Reference):
     """Attention whose sums for a query do not depend on other queries; see above."""
 
     name = "invariant"
-    slices = True
-    host_lengths = False
     by_position = True
     compiles_packed = False
 
@@ -116,16 +114,13 @@ class InvariantAttention:
             return f"it is for float32 on a CPU, this is {str(dtype).removeprefix('torch.')} on {device_type}"
         return None
 
-    def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
-        """No tables are needed."""
-
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
         most = max(1, GROUP // (BLOCK * q[:, :1].numel()))  # queries of a row at a time
         parts = []
         for start in range(0, q.size(1), most):
             stop = min(start + most, q.size(1))
             ends = torch.full((q.size(0),), stop)
-            parts.append(self._attend(q[:, start:stop], k[:, :stop], v[:, :stop], ends, window, scale))
+            parts.append(self._attend_exactly(q[:, start:stop], k[:, :stop], v[:, :stop], ends, window, scale))
         return torch.cat(parts, dim=1)
 
     def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> _Bounds:
@@ -139,12 +134,12 @@ class InvariantAttention:
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
         """A ring that has turned is unrolled: position p lies at p % S, and what it has of others is not seen."""
         order = torch.arange(int(lengths.max())) % k.size(1)
-        return self._attend(q, k[:, order], v[:, order], lengths, window, scale)
+        return self._attend_exactly(q, k[:, order], v[:, order], lengths, window, scale)
 
     def one_query(self, q: Tensor, k: Tensor, v: Tensor, held: Sequence[int], scale: float) -> Tensor:
         return self.cached(q, k, v, torch.tensor(held), k.size(1), scale)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, window: int, scale: float) -> Tensor:
+    def _attend_exactly(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, window: int, scale: float) -> Tensor:
         """q (B, Q, H, D) are the last of ends (B,) tokens, k and v (B, S, K, D) from position 0 on."""
         group = q.size(2) // k.size(2)
         rest = (0, 0, 0, 0, 0, -k.size(1) % BLOCK)

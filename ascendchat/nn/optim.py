@@ -37,7 +37,7 @@ POLAR = (
     (2.3465, -1.7098, 0.4232),
 )
 TINY = 1e-20  # divides zeros; the squares of smaller numbers are no longer in float32
-LEAST_ROW = 1e-5  # of the size of its matrix: a row that is nearly zero is not blown up to the size of the others
+MIN_ROW_NORM = 1e-5  # of the size of its matrix: a row that is nearly zero is not blown up to the size of the others
 EPS = 1e-10
 
 # The true gradient of the per-layer scalars is zero at the first step, since every layer is then the identity: what
@@ -55,7 +55,7 @@ def orthogonalise(g: Tensor, dtype: torch.dtype) -> Tensor:
     are gone. A matrix of zeros stays one.
     """
     rows = g.norm(dim=-1, keepdim=True)  # equal rows first: a better start for the polynomial
-    floor = rows.norm(dim=-2, keepdim=True).mul_(LEAST_ROW).clamp_min_(TINY)
+    floor = rows.norm(dim=-2, keepdim=True).mul_(MIN_ROW_NORM).clamp_min_(TINY)
     g = g / torch.maximum(rows, floor)
     x = polar((g / g.norm(dim=(-2, -1), keepdim=True).clamp_min_(TINY)).to(dtype))
     size, x = math.sqrt(min(x.size(-2), x.size(-1))), x.float()
@@ -148,8 +148,8 @@ def muon_update_in_few_launches(
 
 @cache
 def constants(place: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """TINY, 0 and LEAST_ROW, (1,) each: sums and products with them take no launch of their own."""
-    tiny, zero, least = torch.tensor([[TINY], [0.0], [LEAST_ROW]], device=place)
+    """TINY, 0 and MIN_ROW_NORM, (1,) each: sums and products with them take no launch of their own."""
+    tiny, zero, least = torch.tensor([[TINY], [0.0], [MIN_ROW_NORM]], device=place)
     return tiny, zero, least
 
 

@@ -1,4 +1,4 @@
-"""One process among many: joins the job, then thin collectives that do nothing when there is only one process.
+"""torch.distributed for one process among many: joining the job, and collectives that do nothing when it is alone.
 
     world = collectives.init(device)             # `torchrun -m ascendchat base`, srun, `ascendchat launch`, or alone
     collectives.all_reduce(loss, "mean")
@@ -13,20 +13,17 @@ import atexit
 import os
 import sys
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
 
-from ascendchat.parallel.connect import MissingRanks as MissingRanks
-from ascendchat.parallel.connect import give_up, meet, warm_up
-from ascendchat.parallel.connect import order_timeouts as order_timeouts
-from ascendchat.parallel.world import World as World
-from ascendchat.parallel.world import read_world
+from ascendchat.parallel.connect import end_hung_process, order_timeouts, rendezvous, warm_up
+from ascendchat.parallel.world import World, read_world
 
 OPS = {
     "sum": torch_dist.ReduceOp.SUM,
@@ -42,7 +39,7 @@ _scatter_into: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch
 
 
 class _Connects(Protocol):
-    """What is needed of a device here."""
+    """The part of Device that is needed here."""
 
     @property
     def collective(self) -> str: ...
@@ -82,14 +79,14 @@ def place() -> torch.device:
 
 def team(ranks: Sequence[int]) -> Team:
     """These ranks, of which this must be one; each of them calls it, the others need not. Made once."""
-    me, wanted = _state.world, tuple(ranks)
-    if len(wanted) == me.size or len(wanted) == 1:
-        return Team(wanted.index(me.rank), len(wanted))
-    if wanted not in _state.teams:
+    me, members = _state.world, tuple(ranks)
+    if len(members) == me.size or len(members) == 1:
+        return Team(members.index(me.rank), len(members))
+    if members not in _state.teams:
         # Only the members meet: with 1,024 ranks, all of them would otherwise meet once for every team that there is.
-        group = torch_dist.new_group(list(wanted), timeout=_state.timeout, use_local_synchronization=True)
-        _state.teams[wanted] = Team(wanted.index(me.rank), len(wanted), group)
-    return _state.teams[wanted]
+        group = torch_dist.new_group(list(members), timeout=_state.timeout, use_local_synchronization=True)
+        _state.teams[members] = Team(members.index(me.rank), len(members), group)
+    return _state.teams[members]
 
 
 def teams_of(size: int) -> tuple[Team, Team]:
@@ -119,7 +116,7 @@ def init(device: _Connects, *, timeout: float = 1800.0, connect_timeout: float |
     if torch_dist.is_initialized():
         raise RuntimeError("collectives.init was called twice; call collectives.teardown first")
     me = read_world(os.environ)
-    place = device.bind(me.local_rank)
+    device_of_rank = device.bind(me.local_rank)
     wait: timedelta | None = None
     if me.size > 1:
         limits = order_timeouts(device.collective, timeout, connect_timeout, os.environ)
@@ -129,8 +126,8 @@ def init(device: _Connects, *, timeout: float = 1800.0, connect_timeout: float |
             for note in limits.notes:
                 print(f"ascendchat: {note}", file=sys.stderr, flush=True)
         atexit.register(teardown)
-        store = meet(me, limits.connect)
-        watch = threading.Timer(limits.connect, give_up, (me, limits.connect))
+        store = rendezvous(me, limits.connect)
+        watch = threading.Timer(limits.connect, end_hung_process, (me, limits.connect))
         watch.daemon = True
         watch.start()
         try:
@@ -141,14 +138,14 @@ def init(device: _Connects, *, timeout: float = 1800.0, connect_timeout: float |
                 world_size=me.size,
                 timeout=wait,
             )
-            warm_up(me, place)
+            warm_up(me, device_of_rank)
             store.set(f"warm/{me.rank}", "1")
         except BaseException:
             teardown()
             raise
         finally:
             watch.cancel()
-    _state = _State(me, place, gloo=device.collective == "gloo", timeout=wait)
+    _state = _State(me, device_of_rank, gloo=device.collective == "gloo", timeout=wait)
     return me
 
 
@@ -170,23 +167,28 @@ def abandon() -> None:
 class _Handle:
     """A collective under way; `wait` may be called any number of times."""
 
-    def __init__(self, work: Any = None, finish: Callable[[], object] | None = None) -> None:
-        self._work, self._finish = work, finish
+    def __init__(self, *steps: Callable[[], object]) -> None:
+        self._steps = list(steps)
 
     def wait(self) -> None:
-        work, finish = self._work, self._finish
-        self._work = self._finish = None
-        if work is not None:
-            work.wait()
-        if finish is not None:
-            finish()
+        """Wait until it is done and its result is where it belongs."""
+        while self._steps:
+            self._steps.pop(0)()
 
 
-def _handle(work: Any, finish: Callable[[], object] | None, async_op: bool) -> _Handle:
-    handle = _Handle(work, finish)
+def _started(work: Any, finish: Callable[[], object], async_op: bool) -> _Handle:
+    handle = _Handle(work.wait, finish)
     if not async_op:
         handle.wait()
     return handle
+
+
+def _finish(result: torch.Tensor, target: torch.Tensor, mean_of: int = 0) -> None:
+    """Divide a mean, and copy what could not be made in place."""
+    if mean_of:
+        result.div_(mean_of)
+    if result is not target:
+        target.copy_(result)
 
 
 def _check_op(tensor: torch.Tensor, op: str) -> None:
@@ -208,8 +210,7 @@ def _check_sizes(whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
 
 
 def _addend(tensor: torch.Tensor) -> torch.Tensor:
-    """What goes over the wire. 16-bit floats are added in float32 by Gloo, which refuses them or rounds at every
-    hop."""
+    """The tensor that is sent. Gloo adds 16-bit floats in float32: else it refuses them, or rounds at every hop."""
     if _state.gloo and tensor.dtype in HALF:
         return tensor.float()
     return tensor.contiguous()
@@ -222,14 +223,8 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False, am
     if team.size == 1:
         return _Handle()
     addend = _addend(tensor)
-
-    def finish() -> None:
-        if op == "mean":
-            addend.div_(team.size)
-        if addend is not tensor:
-            tensor.copy_(addend)
-
-    return _handle(torch_dist.all_reduce(addend, op=OPS[op], group=team.group, async_op=True), finish, async_op)
+    work = torch_dist.all_reduce(addend, op=OPS[op], group=team.group, async_op=True)
+    return _started(work, partial(_finish, addend, tensor, team.size if op == "mean" else 0), async_op)
 
 
 def _copy_unless_same(output: torch.Tensor, input: torch.Tensor) -> None:
@@ -256,14 +251,7 @@ def reduce_scatter(
     else:
         addend, result = input.contiguous(), output if output.is_contiguous() else torch.empty_like(output.contiguous())
         work = _scatter_into(result.view(-1), addend.view(-1), op=OPS[op], group=team.group, async_op=True)
-
-    def finish() -> None:
-        if op == "mean":
-            result.div_(team.size)
-        if result is not output:
-            output.copy_(result)
-
-    return _handle(work, finish, async_op)
+    return _started(work, partial(_finish, result, output, team.size if op == "mean" else 0), async_op)
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False, among: Team | None = None) -> _Handle:
@@ -275,21 +263,13 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False
         return _Handle()
     result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
     work = _gather_into(result.view(-1), input.contiguous().view(-1), group=team.group, async_op=True)
-    return _handle(work, None if result is output else lambda: output.copy_(result), async_op)
+    return _started(work, partial(_finish, result, output), async_op)
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0) -> None:
     """The tensor of rank `src` for all, in place."""
     if _state.world.size > 1:
         torch_dist.broadcast(tensor, src)
-
-
-def pass_on(tensor: torch.Tensor, source: int, target: int) -> None:
-    """From one rank to another, in place; the others do nothing."""
-    if _state.world.rank == source:
-        torch_dist.send(tensor, target)
-    elif _state.world.rank == target:
-        torch_dist.recv(tensor, source)
 
 
 def barrier() -> None:
@@ -316,18 +296,3 @@ def broadcast_object(obj: Any, src: int = 0) -> Any:
     held = [obj]
     torch_dist.broadcast_object_list(held, src, device=_state.place)
     return held[0]
-
-
-def metrics(values: Mapping[str, float]) -> dict[str, float]:
-    """The mean of each value over all ranks, in one collective, as float32 (some backends have no float64)."""
-    names = sorted(values)
-    if _state.world.size == 1 or not names:
-        return {name: float(values[name]) for name in names}
-    # A fingerprint of the names travels along: ranks that report different things must not be averaged.
-    fingerprint = float(zlib.crc32(" ".join(names).encode()) % 1000)
-    row = torch.tensor([fingerprint, *(values[name] for name in names)], dtype=torch.float32, device=_state.place)
-    all_reduce(row, "mean")
-    mean = row.tolist()
-    if abs(mean[0] - fingerprint) > 1e-3:
-        raise ValueError(f"the ranks report different metrics; rank {_state.world.rank} has {', '.join(names)}")
-    return dict(zip(names, mean[1:]))

@@ -1,4 +1,4 @@
-"""How ranks find each other, for `collectives.init`: timeouts in the right order, and a roll-call of who is missing."""
+"""Rendezvous of the ranks for `collectives.init`: timeouts in the right order, and the names of missing ranks."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _store(me: World, serve: bool, limit: float) -> torch_dist.Store:
     return torch_dist.PrefixStore(f"ascendchat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
 
 
-def meet(me: World, limit: float) -> torch_dist.Store:
-    """Every rank signs in at the store before any of them tries to talk; who did not sign in is missing."""
+def rendezvous(me: World, limit: float) -> torch_dist.Store:
+    """Wait until every rank has signed in at the store; MissingRanks names those that did not."""
     # torchrun keeps the store itself; elsewhere rank 0 does.
     serve = me.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     where = f"{me.master_addr}:{me.master_port}"
@@ -134,8 +134,8 @@ def _who_is_missing(store: torch_dist.Store, me: World, stage: str, limit: float
     )
 
 
-def give_up(me: World, limit: float) -> None:
-    """Runs in its own thread: the main one hangs inside the backend and cannot be interrupted, so the process ends."""
+def end_hung_process(me: World, limit: float) -> None:
+    """End the process from a thread of its own: the main one hangs inside the backend and cannot be interrupted."""
     text = f"the first collective did not end within {limit:.0f} s"
     try:
         store = _store(me, False, 5.0)
@@ -147,9 +147,9 @@ def give_up(me: World, limit: float) -> None:
     os._exit(1)
 
 
-def warm_up(me: World, place: torch.device) -> None:
+def warm_up(me: World, device: torch.device) -> None:
     """One tiny collective: backends connect lazily, and a failure now is cheaper than one in the first step."""
-    ranks = torch.ones(1, device=place)
+    ranks = torch.ones(1, device=device)
     torch_dist.all_reduce(ranks)
     if int(ranks.item()) != me.size:
         raise RuntimeError(f"the first all_reduce over {me.size} ranks gave {ranks.item()}, not {me.size}")

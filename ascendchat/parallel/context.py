@@ -1,4 +1,4 @@
-"""What every command that computes begins with: a device, a place among the other processes, a way to print.
+"""The start of every command that computes: a device, the world of processes, a way to print.
 
 with joined(pick(config.device_type)) as here:
     here.say("only rank 0 prints this")
@@ -31,7 +31,7 @@ class Context:
 
     @property
     def main(self) -> bool:
-        """Whether this is the one process that prints and writes."""
+        """True on rank 0, which prints and writes."""
         return self.world.rank == 0
 
 

@@ -1,4 +1,4 @@
-"""Who am I among the processes of this job? Read from the variables of torchrun, Slurm, Kubernetes and ModelArts.
+"""The place of this process in its job, from the variables of torchrun, Slurm, Kubernetes and ModelArts.
 
     read_world(os.environ)   # in a process that computes: its rank, the number of ranks, where rank 0 is
     read_job(os.environ)     # in `ascendchat launch`, one per node: how many nodes, which one is this
@@ -47,7 +47,7 @@ class SchedulerJob:
 
 
 def derived_port(text: str) -> int:
-    """The same port on every node, from something that all nodes know (a job id, a run name, the list of hosts)."""
+    """Derive a port that is equal on every node from text that all nodes share: job id, run name, list of hosts."""
     return FIRST_PORT + (int(text) if text.isdigit() else zlib.crc32(text.encode())) % PORTS
 
 
@@ -187,7 +187,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def read_job(environ: Mapping[str, str]) -> SchedulerJob:
-    """What `ascendchat launch` must start on this node, as far as the scheduler says it."""
+    """The part of the job that `ascendchat launch` starts on this node, as far as the scheduler says it."""
     if environ.get("TORCHELASTIC_RUN_ID"):
         raise UserError(
             "`ascendchat launch` was started by torchrun; use one of them: `ascendchat launch --devices N COMMAND` "

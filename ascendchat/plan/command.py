@@ -86,12 +86,12 @@ def run(config: PlanConfig) -> int:
 
 Planner = Callable[[PlanConfig, Chip], dict[str, Any]]
 MAX_DEVICES = 1024
-SHORTEST_ROW = 128
+MIN_ROW = 128
 
 
 def _halves(length: int) -> list[int]:
     """1000 -> 500, 250"""
-    return [length >> k for k in range(1, length.bit_length()) if length >> k >= SHORTEST_ROW]
+    return [length >> k for k in range(1, length.bit_length()) if length >> k >= MIN_ROW]
 
 
 def _ladders(config: PlanConfig, chip: Chip) -> Iterator[Iterator[dict[str, Any]]]:

@@ -53,7 +53,7 @@ def train_parts(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices:
 
 
 def hf_parts(config: PlanConfig, model: HFModel, chip: Chip, devices: int, rows: int, rank: int) -> dict[str, int]:
-    """The same of an existing model, with adapters of this rank or, at 0, all weights."""
+    """Memory by part for an existing model, with adapters of this rank or, at 0, all weights."""
     how: dict[str, Any] = {"lora_rank": rank, "shard": config.shard, "offload": config.offload}
     how["bits"] = config.bits if rank else None
     return hf.finetuning(model, chip, devices, rows, config.activation_checkpointing, **how)
@@ -94,13 +94,13 @@ def choose_rows(
         parts = train_parts(config, model, chip, devices, rows)
         return {**parts, "rollout_weights": beside} if beside else parts
 
-    have, asked = memory.usable(chip), config.device_batch_size
-    if asked is not None and sum(need(asked).values()) > have:
-        raise TooLarge(f"a device batch of {asked}", need(asked))
-    largest = batch.largest_rows(lambda rows: sum(need(rows).values()) <= have)
+    room, fixed = memory.usable(chip), config.device_batch_size
+    if fixed is not None and sum(need(fixed).values()) > room:
+        raise TooLarge(f"a device batch of {fixed}", need(fixed))
+    largest = batch.largest_rows(lambda rows: sum(need(rows).values()) <= room)
     if not largest:
         raise TooLarge("one row per device", need(1))
-    return asked or largest, largest
+    return fixed or largest, largest
 
 
 def _horizon(config: PlanConfig, model: Shape | HFModel) -> tuple[int, int, list[str]]:
@@ -114,19 +114,21 @@ def _horizon(config: PlanConfig, model: Shape | HFModel) -> tuple[int, int, list
     return config.tokens or FINETUNE_TOKENS, config.total_batch_size or FINETUNE_ROWS * model.seq_len, notes
 
 
-def _share_out(config: PlanConfig, wanted: int, devices: int, seq_len: int, most: int) -> tuple[batch.Split, list[str]]:
+def _share_out(
+    config: PlanConfig, total: int, devices: int, seq_len: int, max_rows: int
+) -> tuple[batch.Split, list[str]]:
     fixed = config.device_batch_size is not None
-    split = (batch.split_fixed if fixed else batch.split)(wanted, devices, seq_len, most)
-    if split.total == wanted:
+    split = (batch.split_fixed if fixed else batch.split)(total, devices, seq_len, max_rows)
+    if split.total == total:
         return split, []
     note = (
-        f"total batch raised to {split.total:,}: {wanted:,} tokens do not split into rows of {seq_len} on "
-        f"{devices} device{'s' * (devices > 1)}{f' x {most} rows' if fixed else ''}"
+        f"total batch raised to {split.total:,}: {total:,} tokens do not split into rows of {seq_len} on "
+        f"{devices} device{'s' * (devices > 1)}{f' x {max_rows} rows' if fixed else ''}"
     )
     return split, [note]
 
 
-def _batch(split: batch.Split, largest: int) -> dict[str, int]:
+def _batch(split: Split, largest: int) -> dict[str, int]:
     return {
         "device_rows": split.rows,
         "largest_device_rows": largest,
@@ -138,7 +140,7 @@ def _batch(split: batch.Split, largest: int) -> dict[str, int]:
 
 
 def _flops(config: PlanConfig, model: Shape | HFModel) -> int:
-    """Of a token in training."""
+    """FLOPs of one token in training."""
     if isinstance(model, HFModel):
         return model.finetuning_flops_per_token(config.lora_rank)
     return model.train_flops_per_token
@@ -165,7 +167,7 @@ def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices: 
 
 
 def _held(parts: dict[str, int]) -> int:
-    """What of a device's memory goes into a checkpoint."""
+    """Bytes of a device's memory that go into a checkpoint."""
     return parts["weights"] + parts["masters"] + parts["optimizer"]
 
 
@@ -182,15 +184,17 @@ def checkpoint_bytes(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> 
 def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = None) -> dict[str, Any]:
     """Parameters, memory, batch, steps, hours and cost of one training run, of the config's model or of another."""
     model = model or model_of(config)
-    tokens, wanted, notes = _horizon(config, model)
+    tokens, total, notes = _horizon(config, model)
     rows, largest = choose_rows(config, model, chip, config.devices)
-    split, raised = _share_out(config, wanted, config.devices, model.seq_len, rows)
+    split, raised = _share_out(config, total, config.devices, model.seq_len, rows)
     steps = max(1, tokens // split.total)
     parts = train_parts(config, model, chip, config.devices, split.rows)
-    exchanged, again = _exchanged(config, model, chip), _recompute(config, model)
+    exchanged, recompute = _exchanged(config, model, chip), _recompute(config, model)
     flops, fabric = _flops(config, model), fabric_of(config)
-    one = _exchanged(config, model, chip, min(config.devices, chip.devices_per_node))
-    time = batch.duration(flops, exchanged, chip, split, steps, config.mfu, config.price, again, fabric, one)
+    in_one_node = _exchanged(config, model, chip, min(config.devices, chip.devices_per_node))
+    time = batch.duration(
+        flops, exchanged, chip, split, steps, config.mfu, config.price, recompute, fabric, in_one_node
+    )
     plan: dict[str, Any] = {
         "memory": device_memory(parts, chip),
         "batch": _batch(split, largest),
@@ -208,7 +212,7 @@ def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = N
             "nodes": -(-config.devices // chip.devices_per_node),
             "exchanged": exchanged,
             "growth": growth(
-                config, chip, split, flops, lambda devices: _exchanged(config, model, chip, devices), again
+                config, chip, split, flops, lambda devices: _exchanged(config, model, chip, devices), recompute
             ),
             **reliability(config, _held(parts), checkpoint_bytes(config, model, chip), time.step_seconds),
         }
@@ -225,16 +229,16 @@ def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = N
 def _lora(config: PlanConfig, model: HFModel, chip: Chip, rows: int) -> dict[str, Any]:
     """The other way to fine-tune, for comparison: the same rows with adapters and, if that was asked for, without."""
     rank = config.lora_rank or 16
-    lora, full = (hf_parts(config, model, chip, config.devices, rows, asked) for asked in (rank, 0))
-    have = memory.usable(chip)
+    lora, full = (hf_parts(config, model, chip, config.devices, rows, adapters) for adapters in (rank, 0))
+    room = memory.usable(chip)
     return {
         "rank": rank,
         "bits": config.bits,
         "parameters": model.lora_parameters(rank),
         "total": sum(lora.values()),
-        "fits": sum(lora.values()) <= have,
+        "fits": sum(lora.values()) <= room,
         "full_total": sum(full.values()),
-        "full_fits": sum(full.values()) <= have,
+        "full_fits": sum(full.values()) <= room,
     }
 
 
@@ -243,21 +247,21 @@ def inference_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None
     model = model or model_of(config)
     context = config.context or config.max_seq_len
     weights = model.total_parameters * memory.compute_bytes(chip)
-    fitting = memory.most_sequences(model, chip, context, weights + sum(memory.outside(chip).values()))
-    if not fitting:
+    max_sequences = memory.most_sequences(model, chip, context, weights + sum(memory.outside(chip).values()))
+    if not max_sequences:
         raise TooLarge("one sequence", memory.decoding(model, chip, 1, context))
     return {
         "model": model_facts(model),
-        "memory": device_memory(memory.decoding(model, chip, fitting, context), chip),
+        "memory": device_memory(memory.decoding(model, chip, max_sequences, context), chip),
         "weights": weights,
         "context": context,
         "kv_bytes_per_sequence": memory.kv_bytes(model, chip, context),
         "kv_bytes_per_token": memory.kv_bytes(model, chip, context) / context,
-        "sequences_per_device": fitting,
-        "sequences": fitting * config.devices,
+        "sequences_per_device": max_sequences,
+        "sequences": max_sequences * config.devices,
         "roofline_tokens_per_second": {
             "one_sequence": memory.decode_rate(model, chip, 1, context),
-            "all_sequences": memory.decode_rate(model, chip, fitting, context) * config.devices,
+            "all_sequences": memory.decode_rate(model, chip, max_sequences, context) * config.devices,
         },
         "notes": [f"each of the {config.devices} devices serves a whole copy"] if config.devices > 1 else [],
     }
@@ -268,49 +272,52 @@ def rl_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = None
     activations have in training. With --rollout-devices those generate and the others train."""
     model = model or model_of(config)
     context = config.context or config.max_seq_len
-    apart = config.rollout_devices
-    trainers = config.devices - apart
+    rollout_devices = config.rollout_devices
+    trainers = config.devices - rollout_devices
     if trainers < 1:
-        raise UserError(f"--rollout-devices {apart} leaves no device to train; give at least --devices {apart + 1}")
+        raise UserError(
+            f"--rollout-devices {rollout_devices} leaves no device to train; give at least --devices "
+            f"{rollout_devices + 1}"
+        )
     copy = model.total_parameters * memory.compute_bytes(chip)
-    rows, largest = choose_rows(config, model, chip, trainers, beside=0 if apart else copy)
-    wanted = config.total_batch_size or RL_SAMPLES * context
-    split, notes = _share_out(config, wanted, trainers, model.seq_len, rows)
+    rows, largest = choose_rows(config, model, chip, trainers, beside=0 if rollout_devices else copy)
+    total = config.total_batch_size or RL_SAMPLES * context
+    split, notes = _share_out(config, total, trainers, model.seq_len, rows)
     parts = train_parts(config, model, chip, trainers, split.rows)
-    freed = ("activations", "logits", "workspace")  # nothing of these lives during a rollout
-    if apart:
-        beside = {"rollout_weights": copy, **memory.outside(chip)}
+    training_only = ("activations", "logits", "workspace")  # nothing of these lives during a rollout
+    if rollout_devices:
+        resident = {"rollout_weights": copy, **memory.outside(chip)}
     else:
         parts = {**parts, "rollout_weights": copy}
-        beside = {name: size for name, size in parts.items() if name not in freed}
-    fitting = memory.most_sequences(model, chip, context, sum(beside.values()))
-    if not fitting:
-        raise TooLarge("one rollout", {**beside, **memory.caches(model, chip, 1, context)})
-    generating = {**beside, **memory.caches(model, chip, fitting, context)}
+        resident = {name: size for name, size in parts.items() if name not in training_only}
+    max_sequences = memory.most_sequences(model, chip, context, sum(resident.values()))
+    if not max_sequences:
+        raise TooLarge("one rollout", {**resident, **memory.caches(model, chip, 1, context)})
+    rollout_parts = {**resident, **memory.caches(model, chip, max_sequences, context)}
     samples = max(1, split.total // context)
-    generators = apart or config.devices
-    together = min(fitting, -(-samples // generators))  # sequences that one device decodes at once
-    rate = DECODE_SHARE * generators * memory.decode_rate(model, chip, together, context)
+    generators = rollout_devices or config.devices
+    concurrent = min(max_sequences, -(-samples // generators))  # sequences that one device decodes at once
+    rate = DECODE_SHARE * generators * memory.decode_rate(model, chip, concurrent, context)
     steps = max(1, config.tokens // split.total) if config.tokens else RL_STEPS
     if not config.tokens:
         notes.append(f"no --tokens given: {RL_STEPS} steps assumed")
-    exchanged, again = _exchanged(config, model, chip), _recompute(config, model)
-    time = batch.duration(_flops(config, model), exchanged, chip, split, steps, config.mfu, None, again)
+    exchanged, recompute = _exchanged(config, model, chip), _recompute(config, model)
+    time = batch.duration(_flops(config, model), exchanged, chip, split, steps, config.mfu, None, recompute)
     rollout = split.total / rate
-    hours = steps * (max(rollout, time.step_seconds) if apart else rollout + time.step_seconds) / 3600
+    hours = steps * (max(rollout, time.step_seconds) if rollout_devices else rollout + time.step_seconds) / 3600
     return {
         "model": model_facts(model),
         "memory": device_memory(parts, chip),
-        "rollout_memory": device_memory(generating, chip),
+        "rollout_memory": device_memory(rollout_parts, chip),
         "batch": {**_batch(split, largest), "samples": samples},
         "rollout": {
-            "shared": not apart,
+            "shared": not rollout_devices,
             "devices": generators,
             "context": context,
             "kv_bytes_per_sequence": memory.kv_bytes(model, chip, context),
-            "sequences_per_device": fitting,
-            "sequences": fitting * generators,
-            "waves": -(-samples // (fitting * generators)),
+            "sequences_per_device": max_sequences,
+            "sequences": max_sequences * generators,
+            "waves": -(-samples // (max_sequences * generators)),
             "tokens_per_second": rate,
             "roofline_share": DECODE_SHARE,
         },
@@ -335,7 +342,9 @@ def rl_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = None
 # The formulas are in docs/en/scale.md. Only the bytes and the number of exchanges are measured (on simulated NPUs, see
 # tests/npu/test_scale_npu.py); links come from chips.py, the rest are assumptions with a flag each.
 
-HOST_COPY = 10e9  # bytes per second from a device to its host's memory: the only time a checkpoint holds training up
+HOST_BANDWIDTH = (
+    10e9  # bytes per second from a device to its host's memory: the only time a checkpoint holds training up
+)
 
 
 def fabric_of(config: PlanConfig) -> Fabric:
@@ -373,11 +382,11 @@ def growth(
 
 
 def reliability(config: PlanConfig, held: int, checkpoint: int, step_seconds: float) -> dict[str, float]:
-    """What failures cost. `held`: bytes that the device with most of it copies to its host for a checkpoint;
+    """Cost of failures. `held`: bytes that the device with most of it copies to its host for a checkpoint;
     `checkpoint`: bytes of all devices together."""
     devices = config.devices
     between = config.device_mtbf_hours * 3600 / devices  # seconds between two failures of the job
-    pause = held / HOST_COPY
+    pause = held / HOST_BANDWIDTH
     restart = config.restart_seconds + checkpoint / (config.storage_speed * 1e9)
     interval = config.save_every * step_seconds
     best = math.sqrt(2 * pause * between)

@@ -35,7 +35,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
 from ascendchat.errors import UserError
 from ascendchat.remote.completions import PartialAnswer, Unusable, body_of
-from ascendchat.remote.http import ATTEMPT_ERRORS, FIRST_PAUSE, MAX_PAUSE, UNREACHABLE, HTTPClient, Retry
+from ascendchat.remote.http import ATTEMPT_ERRORS, FIRST_PAUSE, MAX_PAUSE, UNREACHABLE, HTTPClient, RetryLater
 from ascendchat.remote.servers import PauseMode, Server
 from ascendchat.remote.vllm import VllmServer, find_out, first_line
 from ascendchat.remote.weights import Scorer, probe_of
@@ -174,14 +174,14 @@ class RemoteGenerator:
     async def _one(self, request: Request) -> Completion:
         await self._fit(request.sampling)
         answer = PartialAnswer(request, self.tokenizer, self.ours)
-        asked: Request | None = request
+        rest: Request | None = request
         unusable = without_progress = 0
         end = time.monotonic() + self.http.patience
         async with self._room:
-            while asked is not None:
+            while rest is not None:
                 length = len(answer.completion.ids)
                 try:
-                    await self._part(answer, asked)
+                    await self._part(answer, rest)
                 except Unusable as problem:
                     unusable += 1
                     if unusable >= MAX_UNUSABLE:
@@ -197,21 +197,21 @@ class RemoteGenerator:
                         min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(without_progress, 9)) if without_progress else 0
                     )
                     without_progress += 1
-                asked = answer.continue_answer(self.context)
-                if asked is not None and unusable:  # the same noise would choose the same token
-                    asked = Request(asked.prompt, shifted(asked.sampling, unusable))
+                rest = answer.continue_answer(self.context)
+                if rest is not None and unusable:  # the same noise would choose the same token
+                    rest = Request(rest.prompt, shifted(rest.sampling, unusable))
         answer.close()
         self._seen(answer.completion)
         return answer.completion
 
-    async def _part(self, answer: PartialAnswer, asked: Request) -> None:
+    async def _part(self, answer: PartialAnswer, request: Request) -> None:
         """One answer of the server, whole or cut short. The version is pinned when it is sent, at every attempt."""
 
         async def once() -> Any:
             await self._open()
             answer.begin(self.version)
             try:
-                return await self._counted(self._watched(self._body(asked)))
+                return await self._counted(self._watched(self._body(request)))
             except Exception:
                 self._check_restart = True
                 raise
@@ -250,9 +250,9 @@ class RemoteGenerator:
         try:
             while not (await asyncio.wait({task}, timeout=self.pulse_every))[0]:
                 if time.monotonic() > end:
-                    raise Retry(f"no answer within {self.http.timeout:g} s")
+                    raise RetryLater(f"no answer within {self.http.timeout:g} s")
                 if self._gate.is_set() and not await self._pulse(PULSE) and not await self.server.is_paused():
-                    raise Retry(f"it does not write a single token within {PULSE:g} s")
+                    raise RetryLater(f"it does not write a single token within {PULSE:g} s")
             return task.result()
         finally:
             task.cancel()
@@ -443,3 +443,6 @@ class _RemoteStream:
 
     def __del__(self) -> None:
         self._task.cancel()
+
+
+Remote = RemoteGenerator  # its former name, which programs of users import

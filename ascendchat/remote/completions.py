@@ -287,5 +287,5 @@ def last_index(ids: Sequence[int], token: int) -> int:
 
 def tops_of(row: dict[str, float] | None, count: int) -> list[tuple[int, float]]:
     """{"token_id:7": -0.1} -> [(7, -0.1)], likeliest first; the token that was taken may be in it beyond `count`."""
-    found = [(int(name.removeprefix(ID)), value) for name, value in (row or {}).items()]
-    return sorted(found, key=lambda one: -one[1])[:count]
+    tops = [(int(name.removeprefix(ID)), value) for name, value in (row or {}).items()]
+    return sorted(tops, key=lambda one: -one[1])[:count]

@@ -442,4 +442,4 @@ class _PoolStream:
         self._end()
 
 
-Fleet = ReplicaPool  # its name until 0.9, which programs of users import
+Fleet = ReplicaPool  # its former name, which programs of users import

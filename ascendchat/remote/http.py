@@ -27,7 +27,7 @@ MAX_RETRY_AFTER = 60.0  # seconds that a server may ask us to wait
 Result = TypeVar("Result")
 
 
-class Retry(Exception):
+class RetryLater(Exception):
     """An attempt failed, and another may succeed: `after` so many seconds, if the server has said."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
@@ -110,7 +110,7 @@ class HTTPClient:
             after: float | None = None
             try:
                 return await once()
-            except Retry as error:
+            except RetryLater as error:
                 reason, after = str(error), error.after
             except (httpx.TransportError, asyncio.TimeoutError) as error:
                 reason = str(error) or type(error).__name__
@@ -128,7 +128,7 @@ class HTTPClient:
         await self._commands.aclose()
 
 
-UNREACHABLE = (Retry, httpx.TransportError, asyncio.TimeoutError)  # the server is missing, or cannot answer now
+UNREACHABLE = (RetryLater, httpx.TransportError, asyncio.TimeoutError)  # the server is missing, or cannot answer now
 ATTEMPT_ERRORS = (*UNREACHABLE, UserError, ValueError)  # that one attempt may raise
 
 
@@ -140,7 +140,7 @@ def content_of(response: httpx.Response) -> Any:
 
 
 def error_of(response: httpx.Response) -> Exception:
-    """The error of a response other than 200: Retry, ValueError (wrong request) or UserError (wrong server or key)."""
+    """The error of a response other than 200: RetryLater, ValueError (bad request), UserError (bad server or key)."""
     status, host = response.status_code, response.request.url.host
     try:
         message = message_in(response.json())
@@ -149,7 +149,7 @@ def error_of(response: httpx.Response) -> Exception:
     message = message or f"status {status} for {response.request.url.path}"
     if status == 429 or status >= 500:
         after = response.headers.get("Retry-After", "")
-        return Retry(message, float(after) if after.isdigit() else None)
+        return RetryLater(message, float(after) if after.isdigit() else None)
     if status in (400, 413, 422):
         return ValueError(message)
     if status in (401, 403):

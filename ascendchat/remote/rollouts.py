@@ -42,19 +42,19 @@ MAX_EARLY_DEATHS = 3  # in a row, before it was ready
 HANDED_OVER = 0.9  # of --rollout-timeout, after which a server gives what it has written before the trainer gives up
 
 
-def check_addresses(given: Sequence[str]) -> None:
+def check_addresses(addresses: Sequence[str]) -> None:
     """Refuse what cannot be the address of a server, before waiting for it."""
-    for text in given:
+    for text in addresses:
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
-            known = parts.scheme in ("http", "https") and bool(parts.hostname) and (bool(parts.port) or "://" in text)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (bool(parts.port) or "://" in text)
         except ValueError:  # a port that is no number, or too large; half an IPv6 address
-            known = False
-        if text == "local" and len(given) > 1:
+            valid = False
+        if text == "local" and len(addresses) > 1:
             raise UserError("--rollouts: local and addresses exclude each other; leave one of them out")
-        if text != "local" and not known:
+        if text != "local" and not valid:
             raise UserError(f"--rollouts: {text!r} is no address of a server; write http://HOST:PORT, or local")
-        if given.count(text) > 1:
+        if addresses.count(text) > 1:
             raise UserError(f"--rollouts names {text} twice")
 
 
@@ -162,7 +162,7 @@ def open_rollouts(
     with contextlib.ExitStack() as stack:
         urls, key = list(config.rollouts), first_key(config.rollout_key_file, os.environ, "--rollout-key-file")
         if config.rollouts == ("local",):
-            urls, key = started(config, weights_folder, say, here, folder, sizes, stack)
+            urls, key = start_servers(config, weights_folder, say, here, folder, sizes, stack)
         pool = ReplicaPool.open(
             urls,
             api_key=key,
@@ -195,7 +195,7 @@ def say_late(pool: ReplicaPool, timeout: float, say: Callable[[str], None]) -> N
             )
 
 
-def started(
+def start_servers(
     config: RlConfig,
     weights_folder: Path,
     say: Callable[[str], None],
@@ -205,7 +205,7 @@ def started(
     stack: contextlib.ExitStack,
 ) -> tuple[list[str], str]:
     """Start our own servers on rank 0; their addresses and key on every rank, or the error."""
-    found: tuple[list[str], str] = [], ""
+    started: tuple[list[str], str] = [], ""
     own: Exception | None = None
     if here.main:
         try:
@@ -220,17 +220,17 @@ def started(
             say(f"starting {len(servers)} server(s) for rollouts; logs: {folder / 'server-*.log'}")
             with ThreadPoolExecutor(len(servers)) as threads:
                 try:
-                    found = list(threads.map(OwnServer.start, servers)), key
+                    started = list(threads.map(OwnServer.start, servers)), key
                 except BaseException:  # Ctrl-C too: the pool would wait until all are ready
                     for server in servers:
                         server.give_up()
                     raise
         except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks wait)
             own = error
-    found, told = collectives.broadcast_object((found, own and of_rank(own, here.world.rank)))
-    if told:
-        raise own or told
-    return found
+    started, problem = collectives.broadcast_object((started, own and of_rank(own, here.world.rank)))
+    if problem:
+        raise own or problem
+    return started
 
 
 def private_key(path: Path) -> str:
@@ -291,7 +291,8 @@ def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Pa
         "client-timeout": config.rollout_timeout,
         "drain": 1,
     }
-    settings |= {name: value for name in ("tokenizer", "attention") if (value := getattr(config, name))}
+    settings |= {"tokenizer": config.tokenizer} if config.tokenizer else {}
+    settings |= {"attention": config.attention} if config.attention else {}
     flags = [f"--{name}={value}" for name, value in settings.items()]
     return [sys.executable, "-m", "ascendchat", "serve", "--weight-updates", "--no-web", *flags]
 

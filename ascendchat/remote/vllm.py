@@ -31,7 +31,7 @@ from ascendchat.engine.request import Weights
 from ascendchat.errors import UserError
 from ascendchat.files import usual_mode
 from ascendchat.remote import weights as transfer
-from ascendchat.remote.http import ATTEMPT_ERRORS, HTTPClient, NoRoute, Retry
+from ascendchat.remote.http import ATTEMPT_ERRORS, HTTPClient, NoRoute, RetryLater
 from ascendchat.remote.servers import OurServer, PauseMode, Server
 from ascendchat.remote.weights import Scorer, Scores, compare, judge
 
@@ -52,8 +52,8 @@ async def find_out(http: HTTPClient, folder: str) -> Server:
         ) from None
     if "ascendchat" in card:
         return OurServer(http, card)
-    told = await http.retry(lambda: http.probe("/version"))
-    version = version_of(told.get("version")) if isinstance(told, dict) else None
+    reply = await http.retry(lambda: http.probe("/version"))
+    version = version_of(reply.get("version")) if isinstance(reply, dict) else None
     if version is None:
         return Server(http, card)
     server = VllmServer(http, card, version, folder)
@@ -63,8 +63,8 @@ async def find_out(http: HTTPClient, folder: str) -> Server:
 
 def version_of(text: Any) -> tuple[int, ...] | None:
     """ "0.23.0+cpu" -> (0, 23, 0)"""
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", str(text))
-    return tuple(int(part or 0) for part in found.groups()) if found else None
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", str(text))
+    return tuple(int(part or 0) for part in match.groups()) if match else None
 
 
 class VllmServer(Server):
@@ -96,14 +96,16 @@ class VllmServer(Server):
         if not self.controlled:
             return
         self.workers = int(((await probe("/get_world_size")) or {}).get("world_size") or 0)
-        told = str((await probe("/weight_info") or {}).get("weight_version", "") if self.version >= (0, 27, 0) else "")
-        self.weight_version = int(told) if told.isdigit() else 0
-        found = re.search(r"\bdtype=torch\.(\w+)", str((await probe("/server_info") or {}).get("vllm_config", "")))
-        self.dtype = found[1] if found else ""
+        version = str(
+            (await probe("/weight_info") or {}).get("weight_version", "") if self.version >= (0, 27, 0) else ""
+        )
+        self.weight_version = int(version) if version.isdigit() else 0
+        dtype = re.search(r"\bdtype=torch\.(\w+)", str((await probe("/server_info") or {}).get("vllm_config", "")))
+        self.dtype = dtype[1] if dtype else ""
         try:
             await self._rpc("ascendchat_leave")
             self.receives = self.workers > 0
-        except (Retry, NoRoute):  # an unknown method is a 500
+        except (RetryLater, NoRoute):  # an unknown method is a 500
             self.receives = False
 
     # ---- commands ------------------------------------------------------------------------------
@@ -158,9 +160,9 @@ class VllmServer(Server):
     def _in_its_dtype(self, weights: Weights) -> dict[str, torch.Tensor]:
         """Half the bytes where the server keeps half the digits."""
         dtype = getattr(torch, self.dtype or "float32")
-        known = bool(self.dtype)
+        casts = bool(self.dtype)
         return {
-            name: tensor.detach().to(dtype) if known and tensor.is_floating_point() else tensor.detach()
+            name: tensor.detach().to(dtype) if casts and tensor.is_floating_point() else tensor.detach()
             for name, tensor in weights.items()
         }
 
@@ -168,11 +170,11 @@ class VllmServer(Server):
         """The workers are told to receive, and a thread sends; both have a deadline."""
         if self._group is None:
             await self._join(next(iter(weights.values())).device)
-        group, told = self._group, await asyncio.to_thread(transfer.described, weights)
+        group, description = self._group, await asyncio.to_thread(transfer.described, weights)
         assert group is not None
         limit = self.http.timeout
         await together(
-            self._rpc("ascendchat_receive", json.dumps(told), seconds=limit), lambda: group.send(weights), limit
+            self._rpc("ascendchat_receive", json.dumps(description), seconds=limit), lambda: group.send(weights), limit
         )
 
     async def _join(self, place: torch.device) -> None:
@@ -182,16 +184,16 @@ class VllmServer(Server):
         own = await asyncio.to_thread(transfer.address_towards, self.http.host, self.http.port)
         store = await asyncio.to_thread(transfer.listen, JOIN)
         name = uuid.uuid4().hex
-        told = {"address": own, "port": store.port, "name": name, "backend": backend}
-        told |= {"size": 1 + self.workers, "timeout": JOIN}
-        made: list[transfer.TransferGroup] = []
+        facts = {"address": own, "port": store.port, "name": name, "backend": backend}
+        facts |= {"size": 1 + self.workers, "timeout": JOIN}
+        groups: list[transfer.TransferGroup] = []
 
         def join() -> None:
             size = 1 + self.workers
-            made.append(transfer.TransferGroup(backend, store, own=own, name=name, rank=0, size=size, timeout=JOIN))
+            groups.append(transfer.TransferGroup(backend, store, own=own, name=name, rank=0, size=size, timeout=JOIN))
 
-        await together(self._rpc("ascendchat_join", json.dumps(told), seconds=2 * JOIN), join, 2 * JOIN)
-        self._group = made[0]
+        await together(self._rpc("ascendchat_join", json.dumps(facts), seconds=2 * JOIN), join, 2 * JOIN)
+        self._group = groups[0]
 
     async def _leave(self) -> None:
         """Forget the group; the next sync makes a new one."""
@@ -238,8 +240,8 @@ class VllmServer(Server):
 
     async def birth(self) -> str:
         """The time of its start, from its metrics; "" if unknown."""
-        found = re.search(r"^process_start_time_seconds (\S+)$", await self.http.text("/metrics"), flags=re.M)
-        return found[1] if found else ""
+        match = re.search(r"^process_start_time_seconds (\S+)$", await self.http.text("/metrics"), flags=re.M)
+        return match[1] if match else ""
 
     async def was_restarted(self) -> bool:
         """True if it was restarted since the last sync, and so has its first weights again."""
@@ -289,7 +291,7 @@ class VllmServer(Server):
         """True if its log-probabilities are those of the distribution that it samples from: the log-probability of the
         likeliest token then depends on the temperature."""
         if self.processed is None:
-            found = []
+            largest = []
             body = {
                 "model": self.model,
                 "prompt": [1],
@@ -300,8 +302,8 @@ class VllmServer(Server):
             for temperature in (1.0, 2.0):
                 body["temperature"] = temperature
                 reply = await self.http.retry(lambda: self.http.ask("POST", "/v1/completions", json=body))
-                found.append(max(reply["choices"][0]["logprobs"]["top_logprobs"][0].values()))
-            self.processed = not math.isclose(*found, abs_tol=1e-4)
+                largest.append(max(reply["choices"][0]["logprobs"]["top_logprobs"][0].values()))
+            self.processed = not math.isclose(*largest, abs_tol=1e-4)
         return self.processed
 
 

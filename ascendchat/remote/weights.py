@@ -50,13 +50,13 @@ def as_dtypes(weights: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> dict[
     return {name: tensor.detach().to(getattr(torch, dtypes[name])) for name, tensor in weights.items()}
 
 
-def compare(told: Mapping[str, str], weights: Mapping[str, Tensor]) -> tuple[list[str], int]:
+def compare(digests: Mapping[str, str], weights: Mapping[str, Tensor]) -> tuple[list[str], int]:
     """Names of vLLM's weights that differ from ours, and how many could not be compared: those of a server whose
     devices have a part each, or that has rearranged them for its kernels. `weights` are in the server's precision."""
     wrong, unknown = [], 0
-    if any(":tp" in key and ":tp0:" not in key for key in told):
-        return [], len(told)
-    for key, digest in told.items():
+    if any(":tp" in key and ":tp0:" not in key for key in digests):
+        return [], len(digests)
+    for key, digest in digests.items():
         expected = expected_tensor(name := key.rpartition(":")[2], weights)
         if expected is None or digest == NOTHING:
             unknown += 1
@@ -104,8 +104,8 @@ def remembered(settings: Mapping[str, Any]) -> Scorer | None:
     when a replica recovers."""
     if settings.get("scorer") is None:
         return None
-    found = tuple(settings["scorer"](probe_of(settings["tokenizer"])))
-    return lambda tokens: found
+    logprobs = tuple(settings["scorer"](probe_of(settings["tokenizer"])))
+    return lambda tokens: logprobs
 
 
 def gap(one: Sequence[float], other: Sequence[float]) -> float:
@@ -119,9 +119,9 @@ def gap(one: Sequence[float], other: Sequence[float]) -> float:
 def judge(now: Scores, before: Scores | None, dtype: str) -> str:
     """The problem with the server's weights, or "". Either its log-probabilities are not the trainer's, or they are the
     same as before although the trainer's have moved."""
-    limit, found = LIMITS.get(dtype, OTHER_LIMIT), gap(now.trainer, now.server)
-    if found > limit:
-        return f"its log-probabilities differ from the trainer's by {found:.2g} on average, more than {limit:g}"
+    limit, difference = LIMITS.get(dtype, OTHER_LIMIT), gap(now.trainer, now.server)
+    if difference > limit:
+        return f"its log-probabilities differ from the trainer's by {difference:.2g} on average, more than {limit:g}"
     if before is not None and before.server == now.server and gap(before.trainer, now.trainer) > MOVED:
         return "it still answers with the weights from before"
     return ""
@@ -182,6 +182,7 @@ class TransferGroup:
         self.rank, self.timeout = rank, timedelta(seconds=timeout)
         self._store: Any = store
         place = torch_dist.PrefixStore(name, store)
+        # torch has public ways to groups within the default one only; this stands beside it, as vLLM's own does.
         if backend == "gloo":
             options: Any = torch_dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [torch_dist.ProcessGroupGloo.create_device(hostname=own)]
@@ -214,19 +215,19 @@ class TransferGroup:
         for tensor in weights.values():
             self.broadcast(tensor.detach().contiguous())
 
-    def receive(self, told: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    def receive(self, description: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
         """The other ranks: all of them, or an error. They are kept in the host's memory until the last one is there, so
         that a transfer that breaks off has changed nothing."""
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         digest = hashlib.sha256()
-        for name, dtype, shape in zip(told["names"], told["dtypes"], told["shapes"]):
+        for name, dtype, shape in zip(description["names"], description["dtypes"], description["shapes"]):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             self.broadcast(tensor)
-            found[name] = tensor.cpu()
-            digest.update(raw(found[name]))
-        if digest.hexdigest() != told["digest"]:
+            weights[name] = tensor.cpu()
+            digest.update(raw(weights[name]))
+        if digest.hexdigest() != description["digest"]:
             raise RuntimeError("the weights that arrived are not those that were sent: their checksums differ")
-        return found
+        return weights
 
     def close(self) -> None:
         """Leave it; the others' next collective is an error."""

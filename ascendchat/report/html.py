@@ -79,7 +79,7 @@ def page(title: str, sections: Sequence[Section], *, follows: bool = False) -> s
 def body(sections: Sequence[Section]) -> str:
     parts = []
     for number, section in enumerate(sections):
-        inner = "\n".join(shown(part) for part in section.parts)
+        inner = "\n".join(part_html(part) for part in section.parts)
         name = f"section-{number}"
         parts.append(
             f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(section.title)}</h2>\n{inner}\n</section>'
@@ -87,7 +87,7 @@ def body(sections: Sequence[Section]) -> str:
     return "\n".join(parts)
 
 
-def shown(part: ReportTable | Plot | Text) -> str:
+def part_html(part: ReportTable | Plot | Text) -> str:
     if isinstance(part, ReportTable):
         return table(part)
     if isinstance(part, Plot):

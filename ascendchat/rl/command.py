@@ -1,9 +1,9 @@
 """`ascendchat rl --run demo`: reinforcement learning of a chat model on questions whose answers can be checked.
 
-A step: the model answers each question several times (engine/engine.py), answers are judged (rl/rewards.py), each is
-compared with the others to its question, and the likelier the better ones become (rl/grpo.py). What is generated in
-a step is a pure function of (weights, seed, step): so a run that is resumed generates the very same answers, where
-rounding does not follow the number of rows of a step, as on a GPU.
+A step: the model answers each question several times (engine/engine.py), answers are judged (rl/rewards.py), and those
+that are better than the mean of their group become likelier (rl/grpo.py). What is generated in a step is a pure
+function of (weights, seed, step), so a resumed run generates the very same answers; on a GPU up to rounding, which
+depends on the batch size.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ascendchat.checkpoint import Checkpoint, to_continue
+from ascendchat.checkpoint import to_continue
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.data.toyworld import LANGUAGES
 from ascendchat.engine.engine import Engine
-from ascendchat.engine.request import Completion, Generator, Sampling, prompt_room
+from ascendchat.engine.request import Generator, Sampling, prompt_room
 from ascendchat.errors import UserError
+from ascendchat.models.open import ModelSource, OwnCheckpoint
 from ascendchat.models.shape import HFShape
-from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.logprobs import Drawn, Float32Readout, Readout, head_logprobs
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.remote.rollouts import ServerSizes, check_addresses, open_rollouts
-from ascendchat.rl.grpo import PRESETS, length_penalty
+from ascendchat.rl.grpo import PRESETS
 from ascendchat.rl.invariant import InvariantTrainModel, batch_invariant
 from ascendchat.rl.questions import QuestionFile, load_questions
 from ascendchat.rl.rewards import Judge
@@ -51,7 +51,7 @@ from ascendchat.tasks.base import Task
 from ascendchat.train.model import TrainModel
 from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context
-from ascendchat.train.start import Beginning, begin_with_ours, begin_with_theirs, only_weights
+from ascendchat.train.start import InitialModel, initial_model
 
 MAX_SLOTS = 256  # of the engine
 BUSY_TOKENS = 1 << 15  # in a micro-batch: more make no device faster
@@ -59,7 +59,6 @@ MAX_MEASURED = 256  # questions whose length is looked at
 # Two-step problems, and what is nearest to them: with them alone, answers to one-step problems fell from 99 to 41 %.
 NEAREST = tuple(f"toy_{topic}_{language}=0.1" for topic in ("problem", "arithmetic") for language in LANGUAGES)
 TOY_QUESTIONS = ("toy_problems=0.6", *NEAREST)
-NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size", "dataset_dir", "preview"  # of mid and sft
 
 
 def default_questions(learnt_from: Sequence[str]) -> tuple[str, ...]:
@@ -70,19 +69,14 @@ def default_questions(learnt_from: Sequence[str]) -> tuple[str, ...]:
 
 def run(config: RlConfig) -> int:
     """The command."""
-    if asked := next((name for name in NOT_HERE if getattr(config, name)), ""):
-        raise UserError(
-            f"--{asked.replace('_', '-')} means nothing here; a step is --prompts-per-step times --samples answers, "
-            "and the run starts from weights alone"
-        )
     check_addresses(config.rollouts)
     with training_context(config) as here, ExitStack() as stack:
         config = replace(config, attend=config.attend or "document")
-        begin = begin_with_theirs(config, here) or begin_with_ours(config, here, "rl")
-        origin, tokenizer, learner = begin.origin, begin.tokenizer, begin.learner
+        begin = initial_model(config, here, "rl")
+        origin, tokenizer, learner = begin.source, begin.tokenizer, begin.learner
         here.say(f"starting from {origin.folder}")
         shape, config = learner.model.shape, begin.config
-        data = absolute(config.data or default_questions(begin.learnt_from))
+        data = absolute(config.data or default_questions(begin.trained_on))
         config = replace(config, data=data)
         room = prompt_room(shape.seq_len, config.max_new_tokens)
         if config.max_new_tokens >= shape.seq_len:  # an answer ends with its row, and lengths are measured by that
@@ -94,7 +88,7 @@ def run(config: RlConfig) -> int:
         drawn = Drawn(shape.vocab, config.temperature, config.top_k, learner.model.softcap, readout=readout_of(learner))
         slots = config.slots or min(MAX_SLOTS, answers)
         engine = cache(lambda: engine_of(learner, tokenizer, slots, drawn.readout))
-        folder = run_folder(config.run or begin.run, "rl")
+        folder = run_folder(config.run or begin.name, "rl")
         generator = stack.enter_context(generator_of(config, engine, slots, begin, folder, here))
         batches = max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
         steps = config.num_iterations or batches * config.updates
@@ -106,18 +100,23 @@ def run(config: RlConfig) -> int:
         exam = examinations(data, config.source)
         stage = RlStage(policy_loss, split, steps, engine, source, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
-        if not saved and isinstance(learner.model, GPT):  # others were opened with their weights
-            stage.optimizer.load(only_weights(begin.origin.reader()), 0)
+        if not saved:
+            begin.load_weights(stage.optimizer)
         facts = {"method": asdict(stage.method), "learning_rates": stage.learning_rates, "start": str(origin.folder)}
         return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=begin.add_files)
 
 
 @contextmanager
 def generator_of(
-    config: RlConfig, engine: Callable[[], Engine], slots: int, begin: Beginning[RlConfig], folder: Path, here: Context
+    config: RlConfig,
+    engine: Callable[[], Engine],
+    slots: int,
+    begin: InitialModel[RlConfig],
+    folder: Path,
+    here: Context,
 ) -> Iterator[Generator]:
     """The generator of rollouts: an engine around the weights that are trained, or servers."""
-    shape, origin = begin.learner.model.shape, begin.origin
+    shape, origin = begin.learner.model.shape, begin.source
     named = config.rollouts != ("local",)
     if not named and not config.rollout_devices and not config.inference_engine:
         yield engine()
@@ -141,37 +140,35 @@ def generator_of(
 
 
 def source_of(config: RlConfig, rollout: Rollout, steps: int) -> SyncRolloutSource:
-    """The source of groups for --rhythm."""
-    if config.rhythm != "sync" and not rollout.generator.elsewhere:
+    """The source of groups for --rollout-mode."""
+    if config.rollout_mode != "sync" and not rollout.generator.elsewhere:
         raise UserError(
-            f"--rhythm {config.rhythm} generates while it trains: give the address of a server (--rollouts), or let "
-            "one be started on devices of its own (--rollout-devices)"
+            f"--rollout-mode {config.rollout_mode} generates while it trains: give the address of a server "
+            "(--rollouts), or let one be started on devices of its own (--rollout-devices)"
         )
     world = collectives.world()
     schedule = RolloutSchedule(
         per_batch=config.prompts_per_step,
-        staleness=config.staleness if config.rhythm == "async" else 0,
+        staleness=config.staleness if config.rollout_mode == "async" else 0,
         refill=config.refill if PRESETS[config.preset].drop_equal else 0,
         batches=-(-steps // config.updates),
         rank=world.rank,
         ranks=world.size,
     )
-    return (SyncRolloutSource if config.rhythm == "sync" else AsyncRolloutSource)(rollout, schedule)
+    return (SyncRolloutSource if config.rollout_mode == "sync" else AsyncRolloutSource)(rollout, schedule)
 
 
 def rollout_of(
     config: RlConfig, questions: QuestionMixture, generator: Generator, here: Context, context: int
 ) -> Rollout:
     """Build the rollout: sampling, judge, workflow. `context`: tokens of a row."""
-    most, share = config.max_new_tokens, PRESETS[config.preset].soft_length
-
-    def shaped(reward: float, answer: Completion) -> float:
-        return reward + length_penalty(len(answer.ids), most, share)
-
     drawn = config.temperature != 1.0 or config.top_k > 0  # from another distribution than the model's own
-    sampling = Sampling(most, config.temperature, config.top_k, keep_stop=True, logprobs=True, processed_logprobs=drawn)
+    sampling = Sampling(
+        config.max_new_tokens, config.temperature, config.top_k, keep_stop=True, logprobs=True, processed_logprobs=drawn
+    )
     judge = Judge(config.reward, config.reward_timeout, say=here.say)
-    rollout = Rollout(questions, generator, judge, sampling, config.samples, config.seed, shaped)
+    share = PRESETS[config.preset].soft_length
+    rollout = Rollout(questions, generator, judge, sampling, config.samples, config.seed, share)
     if config.workflow:
         rollout.workflow = Workflows(
             config.workflow,
@@ -209,8 +206,8 @@ def check_answers(questions: QuestionMixture, config: RlConfig, here: Context) -
 
 def examinations(data: Sequence[str], source: str) -> list[Task]:
     """The evaluation tasks: those questions that have answers."""
-    found = [examination(parse_entry(entry).name, source) for entry in data]
-    return [task for task in found if not isinstance(task, QuestionFile) or task.checkable]
+    tasks = [examination(parse_entry(entry).name, source) for entry in data]
+    return [task for task in tasks if not isinstance(task, QuestionFile) or task.checkable]
 
 
 def examination(name: str, source: str) -> Task:
@@ -233,7 +230,7 @@ def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: i
     counted = shape if isinstance(shape, Shape) else shape.counted
     beside = sum(caches(counted, chip, slots, shape.seq_len).values()) + (policy_logits(chip) if own else 0)
     total = here.world.size * batch_rows(answers) * shape.seq_len
-    split = share_out(config, shape, here.device, total, beside)
+    split = share_out(config, shape, here.device, total, beside=beside)
     while not config.device_batch_size and split.rows * shape.seq_len > BUSY_TOKENS and (less := split.smaller()):
         split = less
     return split
@@ -254,20 +251,20 @@ def scorer_of(learner: TrainModel) -> Callable[[list[int]], list[float]]:
     def score(tokens: list[int]) -> list[float]:
         row = torch.tensor([tokens], device=learner.place)
         inputs = row[:, :-1].contiguous()
-        known = learner.documents(inputs, np.array([inputs.numel()], dtype=np.int32))
-        hidden = model(inputs, learner.attend, documents=known)  # not compiled: no other row has this length
-        found: list[float] = head_logprobs(hidden, model.head, row[:, 1:], drawn)[0].tolist()
-        return found
+        documents = learner.documents(inputs, np.array([inputs.numel()], dtype=np.int32))
+        hidden = model(inputs, learner.attend, documents=documents)  # not compiled: no other row has this length
+        logprobs: list[float] = head_logprobs(hidden, model.head, row[:, 1:], drawn)[0].tolist()
+        return logprobs
 
     return score
 
 
-def reference_of(config: RlConfig, learner: TrainModel, origin: Checkpoint) -> TrainModel | None:
+def reference_of(config: RlConfig, learner: TrainModel, origin: ModelSource) -> TrainModel | None:
     """A frozen copy of the initial model, if --kl asks for one."""
     if not config.kl:
         return None
     model = deepcopy(learner.model).requires_grad_(False)
-    if isinstance(model, GPT):  # others were opened with their weights
+    if isinstance(origin, OwnCheckpoint):  # others were opened with their weights
         model.load_state_dict(origin.model(learner.place))
     return type(learner)(model, learner.kernel, learner.device, learner.place, by_document=learner.by_document)
 

@@ -148,14 +148,14 @@ class _Talk:
 
     def trajectory(self, reward: float | None) -> Trajectory:
         """The finished trajectory. Forced tokens behind the model's last one teach nothing, and are left out."""
-        whole, given = self.after, len(self.prompt)
+        whole, prompt_size = self.after, len(self.prompt)
         size = max((i + 1 for i, forced in enumerate(whole.forced) if not forced), default=0)
         first = whole.versions[0] if whole.versions else 0
         return Trajectory(
             [*self.prompt, *whole.ids[:size]],
-            [*[True] * given, *whole.forced[:size]],
-            [*[None] * given, *whole.logprobs[:size]],
-            [*[first] * given, *whole.versions[:size]],
+            [*[True] * prompt_size, *whole.forced[:size]],
+            [*[None] * prompt_size, *whole.logprobs[:size]],
+            [*[first] * prompt_size, *whole.versions[:size]],
             reward,
             "\n".join(self.lines),
             whole.finish_reason,
@@ -207,9 +207,9 @@ BUILT_IN = {"calculator": _Calculator, "try-again": _TryAgain}
 @cache
 def workflow_of(name: str) -> Callable[..., Any]:
     """The coroutine function of a built-in workflow or of module:name, which is one, or a class or object with arun."""
-    found: Any = BUILT_IN[name] if name in BUILT_IN else find_object(name)
-    found = found() if inspect.isclass(found) else found
-    run: Callable[..., Any] = getattr(found, "arun", found)
+    workflow: Any = BUILT_IN[name] if name in BUILT_IN else find_object(name)
+    workflow = workflow() if inspect.isclass(workflow) else workflow
+    run: Callable[..., Any] = getattr(workflow, "arun", workflow)
     if not inspect.iscoroutinefunction(run):
         raise TypeError(f"{name} is not a workflow: it has no `async def arun(generator, row)`, nor is it one")
     return run
@@ -234,11 +234,11 @@ def as_trajectory(value: Any) -> Trajectory | None:
         raise TypeError(f"a workflow returns a trajectory or None, not {type(value).__name__}")
 
     def column(name: str) -> list[Any]:
-        found = value[name]
-        found = found.tolist() if hasattr(found, "tolist") else found
-        if not isinstance(found, (list, tuple)):
-            return [found]
-        return list(found[0]) if len(found) and isinstance(found[0], (list, tuple)) else list(found)
+        values = value[name]
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, (list, tuple)):
+            return [values]
+        return list(values[0]) if len(values) and isinstance(values[0], (list, tuple)) else list(values)
 
     ids, mask, logprobs = column("input_ids"), column("loss_mask"), column("logprobs")
     versions = column("versions") if "versions" in value else [0] * len(ids)

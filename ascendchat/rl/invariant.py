@@ -15,12 +15,12 @@ from ascendchat.train.model import TrainModel
 
 
 class InvariantTrainModel(TrainModel):
-    """Rotations count from the beginning of each document, as those of an engine: from that of the row they would be
-    other numbers, of which only the differences are the same."""
+    """Counts the positions of RoPE from the beginning of each document, like an engine. Counted from that of the row
+    the scores are equal in theory, but not in their last bits."""
 
     def hidden(self, inputs: Tensor, known: Documents | None) -> Tensor:
-        assert known is not None, "documents are told apart in RL"
-        cos, sin = self._rope
+        assert known is not None, "RL needs --attend document"
+        cos, sin = self.model.rope(self.model.shape.seq_len, self.device.dtype, inputs.device)
         positions = known.bounds.positions
         hidden: Tensor = self.model(inputs, self.attend, (cos[positions], sin[positions]), documents=known)
         return hidden

@@ -21,8 +21,8 @@ from typing import Any
 from ascendchat.data.chat.formats import PROMPT, REPLY, parse_choice
 from ascendchat.data.chat.tables import TABLE_TYPES, TableRow, read_rows
 from ascendchat.data.chat.template import LETTERS, Conversation, render_choice, text_of
-from ascendchat.data.chat.turns import ABOUT, checked, history, opened, said, turns
-from ascendchat.data.chat.turns import asked as about
+from ascendchat.data.chat.turns import ABOUT, cell_messages, history, parse_turns, validated, with_system
+from ascendchat.data.chat.turns import question_of as about
 from ascendchat.data.mixture import is_held_out
 from ascendchat.data.read import format_of
 from ascendchat.data.surrogates import LONE_SURROGATE, has_lone_surrogate
@@ -53,9 +53,9 @@ def read_question(row: TableRow) -> Asked:
     if offers or (asked and all(row.get(letter) not in (None, "") for letter in "AB")):
         question, choices, right = parse_choice(row)
         columns |= {"letters": list(LETTERS[: len(choices)]), "choices": choices, "answer": LETTERS[right]}
-        return checked([{"role": "user", "content": render_choice(question, choices)}]), columns
+        return validated([{"role": "user", "content": render_choice(question, choices)}]), columns
     if row.get("messages"):
-        prompt = opened(row, turns(row["messages"]))
+        prompt = with_system(row, parse_turns(row["messages"]))
         if prompt[-1]["role"] == "assistant":
             last = text_of(prompt.pop()["content"])
             columns |= {"answer": last} if columns.get("answer") in (None, "") else {}
@@ -68,12 +68,12 @@ def read_question(row: TableRow) -> Asked:
         )
     elif isinstance(asked, str) and row.get("test") and row.get("entry_point"):  # as HumanEval has it
         columns["starter"] = columns.get("starter") or asked
-        prompt = said(ASK.format(prompt=asked.rstrip()), "user")
+        prompt = cell_messages(ASK.format(prompt=asked.rstrip()), "user")
     else:
-        prompt = opened(row, history(row) + said(about(row, name), "user"))
+        prompt = with_system(row, history(row) + cell_messages(about(row, name), "user"))
     if not prompt or prompt[-1]["role"] not in ("user", "tool"):
         raise ValueError("its messages do not end where the assistant must speak")
-    return checked(prompt), columns
+    return validated(prompt), columns
 
 
 def load_questions(name: str, split: str = "train", source: str = "") -> Task:
@@ -103,8 +103,8 @@ class QuestionFile(Task):
         notices: list[str] = []
         every = [_stored(one) for one in read_rows(path, read_question, say=say or notices.append)]
         held = [line for line in every if is_held_out(line.encode("utf-8", "surrogatepass"), VALIDATION)]
-        kept = set(held)
-        train = [line for line in every if line not in kept]
+        held_lines = set(held)
+        train = [line for line in every if line not in held_lines]
         if not held or not train:
             notices.append(f"{self.name} is too small to keep some for examination: examined on what is trained on")
             train, held = every, every[:32]

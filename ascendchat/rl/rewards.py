@@ -225,13 +225,13 @@ class _Term(NamedTuple):
 
 def row_of(task: Task, index: int) -> dict[str, Any]:
     """Keyword arguments of a reward function: all columns of a question but its text."""
-    known = {"task": task.name, "index": index, "answer": text_of(task.example(index)[-1]["content"])}
-    row = {**known, **task.row(index), "messages": task.prompt(index)}
+    columns = {"task": task.name, "index": index, "answer": text_of(task.example(index)[-1]["content"])}
+    row = {**columns, **task.row(index), "messages": task.prompt(index)}
     return {name: value for name, value in row.items() if name not in TAKEN}
 
 
 class Judge:
-    """Turns answers into rewards; any thread may ask. `reward`: terms as NAME=WEIGHT, where NAME may be
+    """Turns answers into rewards; thread-safe. `reward`: terms as NAME=WEIGHT, where NAME may be
     module:function. `timeout`: seconds for one answer."""
 
     def __init__(
@@ -244,9 +244,9 @@ class Judge:
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="judge")
         self._pool: Pool | None = None
         self._guard = threading.Lock()
-        given = [reward] if isinstance(reward, str) and reward else reward or [TASK]
+        entries = [reward] if isinstance(reward, str) and reward else reward or [TASK]
         try:
-            self.terms = [self._open(*parse_entry(text, signed=True)) for text in given]
+            self.terms = [self._open(*parse_entry(text, signed=True)) for text in entries]
         except BaseException:
             self.close()
             raise
@@ -294,9 +294,9 @@ class Judge:
             if name not in self._worked:
                 raise UserError(f"--reward {name} has judged none of {answers} answers: {problem}; mend the function")
 
-    def submit(self, asked: JudgeRequest) -> Future[Judgement]:
+    def submit(self, request: JudgeRequest) -> Future[Judgement]:
         """Begin to judge one answer."""
-        numbers = [self._begin(term, asked) for term in self.terms]
+        numbers = [self._begin(term, request) for term in self.terms]
         whole: Future[Judgement] = Future()
         left, lock = len(numbers), threading.Lock()
 
@@ -312,8 +312,8 @@ class Judge:
             number.add_done_callback(count)
         return whole
 
-    def _begin(self, term: _Term, asked: JudgeRequest) -> Future[float]:
-        task, index, reply, prompt_ids, completion_ids, finish = asked
+    def _begin(self, term: _Term, request: JudgeRequest) -> Future[float]:
+        task, index, reply, prompt_ids, completion_ids, finish = request
         if term.name == TASK:
             return self._threads.submit(lambda: float(task.correct(index, reply)))
         ids = {"prompt_ids": list(prompt_ids), "completion_ids": list(completion_ids), "finish": finish}
@@ -324,20 +324,20 @@ class Judge:
         return self._processes().submit((path, question, reply, row), shared=term.shared)
 
     def _verdict(self, numbers: Sequence[Future[float]]) -> Judgement:
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for term, number in zip(self.terms, numbers):
             problem = number.exception()
             if problem is None:
-                found[term.name] = number.result()
+                values[term.name] = number.result()
                 self._worked.add(term.name)
             else:
                 text = str(problem) if isinstance(problem, Failure) else f"{type(problem).__name__}: {problem}"
                 self._problems[term.name] = text
                 self._say_once(f"--reward {term.name} failed: {text}")
-        whole = len(found) == len(self.terms)
-        reward = sum(term.weight * found[term.name] for term in self.terms) if whole else None
+        whole = len(values) == len(self.terms)
+        reward = sum(term.weight * values[term.name] for term in self.terms) if whole else None
         judging = [term.name for term in self.terms if term.name not in MANNERS]
-        return Judgement(reward, found, bool(judging) and found.get(judging[0], 0.0) > 0)
+        return Judgement(reward, values, bool(judging) and values.get(judging[0], 0.0) > 0)
 
     def _say_once(self, text: str) -> None:
         if not self._said:

@@ -27,6 +27,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Completion, Generator, Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
+from ascendchat.rl.grpo import length_penalty
 from ascendchat.rl.questions import load_questions
 from ascendchat.rl.rewards import Judge, Judgement, JudgeRequest
 from ascendchat.tasks.base import Task
@@ -122,7 +123,7 @@ Generate = Callable[[Sequence[Request]], list[Completion]]
 class _Workflow(Protocol):
     """Runs episodes of several turns; workflow.py implements it."""
 
-    def groups(self, asked: Sequence[TaskQuestion], samples: int, generate: Generate) -> list[AnswerGroup]: ...
+    def groups(self, questions: Sequence[TaskQuestion], samples: int, generate: Generate) -> list[AnswerGroup]: ...
     def close(self) -> None: ...
 
 
@@ -136,7 +137,7 @@ class Rollout:
     sampling: Sampling
     samples: int
     seed: int
-    shape_reward: Callable[[float, Completion], float] = lambda reward, answer: reward  # e.g. a length penalty
+    soft_length: float = 0.0  # share of max_tokens over which answers lose reward; see length_penalty
     workflow: _Workflow | None = None  # several turns: workflow.py
     tokens: int = 0  # generated so far
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -185,9 +186,13 @@ class Rollout:
         judged = [verdict for verdict in verdicts if verdict.reward is not None]
         worst = min((verdict.reward for verdict in judged if verdict.reward is not None), default=0.0)
         rewards = [worst if verdict.reward is None else verdict.reward for verdict in verdicts]
-        shaped = [self.shape_reward(reward, answer) for reward, answer in zip(rewards, answers)]
+        if share := self.soft_length:
+            limit = self.sampling.max_tokens
+            rewards = [
+                reward + length_penalty(len(answer.ids), limit, share) for reward, answer in zip(rewards, answers)
+            ]
         right, terms = [verdict.right for verdict in judged], [verdict.terms for verdict in verdicts]
-        return AnswerGroup(question, answers, shaped, len(judged), right=right, terms=terms)
+        return AnswerGroup(question, answers, rewards, len(judged), right=right, terms=terms)
 
     def close(self) -> None:
         """End the processes of the judge and the workflow."""
@@ -210,8 +215,8 @@ def pass_sums(groups: Sequence[AnswerGroup], samples: int) -> dict[int, tuple[fl
 
 def term_sums(groups: Sequence[AnswerGroup], names: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Per reward term: (sum, number) over the answers that have it."""
-    known = [terms for group in groups for terms in group.terms]
-    return {name: (sum(t.get(name, 0.0) for t in known), float(sum(name in t for t in known))) for name in names}
+    rows = [terms for group in groups for terms in group.terms]
+    return {name: (sum(t.get(name, 0.0) for t in rows), float(sum(name in t for t in rows))) for name in names}
 
 
 def task_sums(groups: Sequence[AnswerGroup], names: Sequence[str]) -> dict[str, tuple[float, float]]:

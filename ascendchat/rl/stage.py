@@ -2,8 +2,12 @@
 
 stage = RlStage(policy_loss, split, steps, engine, source, ...)    # built by command.py
 
-A step: questions are answered several times each and judged (rollout.py), each answer is compared with the others to
-its question, and the likelier the better ones become (grpo.py).
+A step: questions are answered several times each and judged (rollout.py), the advantage of an answer is its reward less
+the mean of its group (grpo.py), and finished groups become micro-batches.
+
+    batch          prompts_per_step questions that are answered by the same schedule; one update, or --updates of them
+    prompt slot    one place of a batch, filled by one group: `samples` answers to a question
+    micro-batch    packed rows (B, T) of answers, one forward and backward pass
 """
 
 from __future__ import annotations
@@ -20,14 +24,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.checkpoint import Checkpoint
+from ascendchat.config import as_dict
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.padding import to_device
 from ascendchat.engine.request import Completion
 from ascendchat.errors import UserError, of_rank
-from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
-from ascendchat.models.trained import HFSource
+from ascendchat.eval.chat_tasks import GeneratorChooser, TaskEvaluator, evaluate_task
+from ascendchat.models.open import ModelSource
 from ascendchat.nn import IGNORE
 from ascendchat.nn.logprobs import Drawn, head_logprobs, head_objective
 from ascendchat.parallel import collectives
@@ -54,7 +59,7 @@ from ascendchat.train.model import TrainModel, optimizer_for
 from ascendchat.train.rows import curve, learning_rates
 from ascendchat.train.stage import Correction, Loss, Stage
 
-MOMENTUM = 0.85, 0.95, 0.95  # at the beginning, in the middle, at the end
+MOMENTUM = 0.85, 0.95, 0.95  # of Muon: at the beginning, in the middle, at the end
 
 
 class RlStage(Stage):
@@ -72,7 +77,7 @@ class RlStage(Stage):
         exam: Sequence[Task],
         tokenizer: Tokenizer,
         config: RlConfig,
-        origin: Checkpoint | HFSource,
+        origin: ModelSource,
         folder: Path,
     ) -> None:
         self.policy_loss, self.split, self.steps = policy_loss, split, steps
@@ -83,15 +88,15 @@ class RlStage(Stage):
         self.curve = curve(config, steps, Curve(warmup=min(20, steps // 10), warmdown=1.0, final=0.0))
         shape = learner.model.shape
         self.flops_per_token = float(shape.train_flops_per_token)
-        self.tokens_per_step = config.prompts_per_step * config.samples  # corrected by every step
+        self.tokens_per_step = config.prompts_per_step * config.samples  # until the first batch is counted
         self.learning_rates = learning_rates(config, shape, split.total)
         self.optimizer = optimizer_for(learner, self.learning_rates)
         self.answers, self.longest = config.prompts_per_step * config.samples, config.max_new_tokens  # of a batch
         learner.mean_over(self.answers * self.longest // collectives.world().size)  # as `token_weight` weighs them
-        self._metrics: dict[str, float] = {}  # of the batch, logged with the first of its steps
-        self._shares: dict[int, UpdateShare] = {}  # of the batch that is trained, by update: those still to come
-        self._complained = False  # of a disk that takes no transcripts
-        self._slots: list[PromptSlot] = []  # of the batch, until they are noted
+        self._metrics: dict[str, float] = {}  # of the last batch, logged with the first of its steps
+        self._shares: dict[int, UpdateShare] = {}  # rows of the updates of this batch that are still to come
+        self._complained = False  # printed that transcripts cannot be written
+        self._slots: list[PromptSlot] = []  # of this batch, until its metrics are computed
         self._size = 0, 0  # tokens and answers that this rank learns from in a step
         self._in_step = False
         self._problem: Exception | None = None  # why this rank cannot finish the step; raised where all ranks meet
@@ -233,8 +238,8 @@ class RlStage(Stage):
         inputs, targets = put(rows.inputs), put(rows.targets)
         columns = rows.advantage, rows.behaviour, rows.weight, rows.proximal
         advantage, behaviour, weight, proximal = (put(column, dtype=torch.float32) for column in columns)
-        known = proximal if self.config.updates > 1 else None  # with one update it is the policy that is trained
-        return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths, known)
+        fixed = proximal if self.config.updates > 1 else None  # with one update it is the policy that is trained
+        return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths, fixed)
 
     def probe(self) -> PolicyBatch:
         rows = TokenRows.empty(self.split.rows, self.model.shape.seq_len, self.pad)
@@ -293,14 +298,14 @@ class RlStage(Stage):
             return {}
         engine = self.engine()
         engine.renew(self.source.schedule.version)
-        examiner = Examiner(
+        evaluator = TaskEvaluator(
             self.tokenizer,
             GeneratorChooser(engine),
             engine,
             max_tokens=self.config.max_new_tokens,
             max_rows=self.config.eval_examples,
         )
-        results = {task.name: examine(task, examiner).accuracy for task in self.exam}
+        results = {task.name: evaluate_task(task, evaluator).accuracy for task in self.exam}
         return {"accuracy": sum(results.values()) / len(results), **(results if len(results) > 1 else {})}
 
     def summary(self) -> str:
@@ -313,7 +318,8 @@ class RlStage(Stage):
     def identity(self) -> dict[str, Any]:
         config, origin = self.config, self.origin
         names = "preset clip_low clip_high correction kl batch_invariant prompts_per_step samples max_new_tokens"
-        names += " temperature top_k refill rhythm staleness"
+        names += " temperature top_k refill staleness"
+        settings = as_dict(config)
         return {
             "stage": "rl",
             "shape": self.model.shape.to_dict(),
@@ -324,7 +330,8 @@ class RlStage(Stage):
             "reward": ",".join(config.reward) + (f" in {config.workflow}" if config.workflow else ""),
             "start": f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}",
             "updates_per_batch": config.updates,
-            **{name: getattr(config, name) for name in names.split()},
+            "rhythm": config.rollout_mode,
+            **{name: settings[name] for name in names.split()},
         }
 
     def is_spike(self, loss: float, mean: float) -> bool:
@@ -347,14 +354,14 @@ def groups_of(slots: Sequence[PromptSlot]) -> list[AnswerGroup]:
     return [slot.group for slot in slots if slot.group is not None]
 
 
-# The loss of a batch of answers and what is measured of it: nn/logprobs.py and grpo.py put together.
+# The policy loss of a micro-batch and its metrics: nn/logprobs.py and grpo.py put together.
 #
-#     of_policy = PolicyLoss(learner, method, drawn, reference)       # built by command.py
-#     loss = of_policy(batch, tokens).backward()                      # RlStage.forward_backward
-#     batch = replace(batch, proximal=of_policy.logprobs(batch))      # before the first of several updates on a batch
+#     policy_loss = PolicyLoss(learner, method, drawn, reference)      # built by command.py
+#     loss = policy_loss(batch, tokens).backward()                     # RlStage.forward_backward
+#     batch = replace(batch, proximal=policy_loss.logprobs(batch))     # before the first of several updates on a batch
 #
-# What is computed once per batch, without gradient: for GSPO with a known proximal policy the log-probabilities, from
-# the same hidden states, since its ratio is that of a whole answer; and with a KL those of the reference.
+# Computed without gradient: for GSPO with a proximal policy the log-probabilities, from the same hidden states, since
+# its ratio is that of a whole answer; and with a KL those of the reference.
 
 
 @dataclass(frozen=True)
@@ -371,15 +378,15 @@ class PolicyBatch:
 
 
 def method_of(config: RlConfig) -> Method:
-    """The preset with what was asked for."""
-    asked = {"clip_low": config.clip_low, "clip_high": config.clip_high, "correction": config.correction}
-    given = {name: value for name, value in asked.items() if value is not None}
-    return replace(PRESETS[config.preset], kl=config.kl, **given)  # type: ignore[arg-type]
+    """The preset with the flags that were given."""
+    flags = {"clip_low": config.clip_low, "clip_high": config.clip_high, "correction": config.correction}
+    overrides = {name: value for name, value in flags.items() if value is not None}
+    return replace(PRESETS[config.preset], kl=config.kl, **overrides)  # type: ignore[arg-type]
 
 
 class PolicyLoss:
-    """The loss of answers, and their log-probabilities. `reference` has the weights that training began with; it is
-    there if the method has a KL. `exact`: the generator must have reported the very same log-probabilities."""
+    """The policy loss of answers, and their log-probabilities. `reference`: the initial model, if the method has a
+    KL to it. `exact`: an error unless the generator has reported the very same log-probabilities."""
 
     def __init__(
         self,
@@ -396,8 +403,8 @@ class PolicyLoss:
 
     @torch.no_grad()
     def logprobs(self, batch: PolicyBatch) -> Tensor:
-        """(B, T) of the targets by the weights as they are now, 0 where nothing is scored: the same bits, on a CPU, as
-        the loss would find. Logits exist chunk by chunk."""
+        """Log-probabilities (B, T) of the targets by the weights now, 0 without a target: on a CPU the same bits
+        as in the loss. Logits exist chunk by chunk."""
         return self._logprobs(self.learner, batch)
 
     def _logprobs(self, learner: TrainModel, batch: PolicyBatch) -> Tensor:
@@ -455,17 +462,17 @@ class PolicyLoss:
     ) -> Mapping[str, Tensor]:
         """Metrics per token, (B, T): differences between the trained policy and the others."""
         gap = torch.where(proximal.isnan(), logprobs, proximal) - behaviour
-        found = {
+        metrics = {
             "logprob_gap": gap.abs(),
             "mismatch_kl": k3(gap),
             "clip_fraction": self.method.clipped(logprobs, advantage, anchor),
             "masked_fraction": correction(gap, self.method.correction) == 0,
         }
-        return found if reference is None else {**found, "kl": k3(reference - logprobs)}
+        return metrics if reference is None else {**metrics, "kl": k3(reference - logprobs)}
 
     def largest_ratio(self) -> float:
         """The largest ratio of a token's probability to the generator's, over all ranks, since the last call."""
         collectives.all_reduce(self._largest, "max")
-        found = self._largest.item()
+        largest = self._largest.item()
         self._largest = torch.zeros_like(self._largest)
-        return found
+        return largest

@@ -108,7 +108,7 @@ def write_transcript(folder: Path, step: int, groups: Sequence[AnswerGroup]) -> 
             {
                 "task": group.question.task.name,
                 "index": group.question.index,
-                "question": group.question.task.question(group.question.index),
+                "question": question,
                 "answer": answer.text,
                 "reward": reward,
                 **({"terms": group.terms[i]} if group.terms else {}),
@@ -119,6 +119,7 @@ def write_transcript(folder: Path, step: int, groups: Sequence[AnswerGroup]) -> 
             ensure_ascii=False,
         )
         for group in groups
+        for question in [group.question.task.question(group.question.index)]
         for i, (answer, reward) in enumerate(zip(group.answers, group.rewards))
     ]
     write_atomic(folder / f"step_{step:06d}-{collectives.world().rank}.jsonl", "\n".join(lines) + "\n")

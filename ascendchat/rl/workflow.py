@@ -1,14 +1,13 @@
 """Runs workflows of several turns, and makes groups of their trajectories: `ascendchat rl --workflow try-again`.
 
     workflows = Workflows("my_flows:Twice", tokenizer, generator, judge, sampling, seed=0, room=256, context=512)
-    workflows.groups(questions, samples=8)                 # as Rollout.judged gives them, for the same packing and loss
+    workflows.groups(questions, samples=8)                 # AnswerGroups, as for single answers
 
-episode.py is what a workflow sees; it runs in another process and asks for answers of the model. With the engine in
-this process, the engine takes a step only when every episode waits for the model or is over: so which requests run
-beside one another does not depend on the speed of anything, and a run that is resumed generates the same numbers, bit
-for bit. A generator elsewhere is asked as the requests come, and by several threads at once where groups are generated
-beside training. An episode that raises, hangs or returns None is left out
-of its group and counted as rejected.
+episode.py is what a workflow sees; it runs in another process and asks for answers of the model. The engine of this
+process takes a step only when every episode waits for the model or is over: so the requests that share a batch do not
+depend on the speed of anything, and a resumed run generates the same bits. A remote generator gets requests as they
+come, from several threads where groups are generated during training. An episode that raises, hangs or returns None is
+left out of its group and counted as rejected.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from ascendchat.rl.rewards import Judge, JudgeRequest, row_of
 from ascendchat.rl.rollout import AnswerGroup, Generate, TaskQuestion, answer_seed
 from ascendchat.sandbox.pool import WORKERS, Failure, Pool, Questions
 
-ELSEWHERE = 256  # episodes under way at once when the generator is not in this process
-UNLIMITED = 1 << 30  # episodes in one process: how many there are is decided here
+MAX_REMOTE = 256  # episodes under way at once with a remote generator
+UNLIMITED = 1 << 30  # episodes in one process: this file bounds them
 
 
 def turn_seed(seed: int, number: int, sample: int, turn: int) -> int:
@@ -56,7 +55,7 @@ class _Batch:
 
 
 class Workflows:
-    """Workflows of a run."""
+    """Runs the episodes of a workflow in a pool of processes."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Workflows:
         say: Callable[[str], None] = print,
     ) -> None:
         """`room`: tokens of a first prompt; `context`: of a whole trajectory. `timeout`: seconds that an episode may
-        take between two answers. `least`: episodes after which one must have worked."""
+        take between two answers. `least`: number of episodes of which one must have worked."""
         self.name, self.generator, self.judge, self.say = name, generator, judge, say
         self.sampling, self.seed, self.context, self.vocab = sampling, seed, context, tokenizer.vocab_size
         self.problem, self.works, self._said = "", False, False
@@ -93,19 +92,19 @@ class Workflows:
         """Run `samples` episodes of each question. `generate`: asks a remote generator, for whole answers."""
         episodes = [(question, sample) for question in questions for sample in range(samples)]
         ask = generate or self.generator.generate
-        way = _Elsewhere(self, episodes, ask) if self.generator.elsewhere else _Here(self, episodes)
-        found = [self.accept(question, outcome) for (question, _), outcome in zip(episodes, way.run())]
-        self.works, self.tried = self.works or any(found), self.tried + len(found)
-        if found and not self.works and self.tried >= self.least:
+        way = _RemoteEpisodes(self, episodes, ask) if self.generator.elsewhere else _LocalEpisodes(self, episodes)
+        trajectories = [self.accept(question, outcome) for (question, _), outcome in zip(episodes, way.run())]
+        self.works, self.tried = self.works or any(trajectories), self.tried + len(trajectories)
+        if trajectories and not self.works and self.tried >= self.least:
             self.judge.check_worked(self.tried)
             raise UserError(
                 f"--workflow {self.name} has finished none of {self.tried} episodes: {self.problem}; mend it"
             )
-        parts = [found[i * samples : (i + 1) * samples] for i in range(len(questions))]
+        parts = [trajectories[i * samples : (i + 1) * samples] for i in range(len(questions))]
         return [group_of(question, [one for one in part if one], samples) for question, part in zip(questions, parts)]
 
     def accept(self, question: TaskQuestion, outcome: Future[Any]) -> Trajectory | None:
-        """A trajectory that can be trained on, or None; the first problem is said."""
+        """The trajectory, if it can be trained on; the first problem is printed."""
         try:
             trajectory: Trajectory | None = outcome.result()
             if trajectory is None or trajectory.reward is None:
@@ -121,20 +120,20 @@ class Workflows:
             return None
 
     def close(self) -> None:
-        """End its processes; episodes under way have failed, which is nothing to tell of."""
+        """End its processes; that episodes under way fail is not printed."""
         self._said = True
         self.pool.close()
 
 
 class _Episodes:
-    """The episodes of one call on their way."""
+    """The episodes of one call of `groups`."""
 
     def __init__(self, flows: Workflows, episodes: Sequence[tuple[TaskQuestion, int]], width: int) -> None:
         self.flows, self.episodes, self.width = flows, episodes, width
         self.inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.outcomes: list[Future[Any]] = [Future() for _ in episodes]
         self.waiting = deque(range(len(episodes)))
-        self.batches: dict[int, list[_Batch]] = {}  # of each episode under way: what it has asked
+        self.batches: dict[int, list[_Batch]] = {}  # questions of each episode under way
 
     def begin(self) -> None:
         """Begin as many episodes as there is room for."""
@@ -148,23 +147,23 @@ class _Episodes:
             call.add_done_callback(partial(self._over, number))
 
     def _hear(self, number: int, what: str, *details: Any) -> None:
-        """From any thread: `groups` reads it in its own."""
+        """Called from any thread; `read` handles it in that of `groups`."""
         self.inbox.put((number, what, *details))
 
     def _over(self, number: int, _: Future[Any]) -> None:
         self._hear(number, "over")
 
     def read(self) -> None:
-        """Wait for one message."""
+        """Wait for one message and handle it."""
         number, what, *details = self.inbox.get()
         if what == "over":
             self.drop(self.batches.pop(number, []))
-        elif what == "again":  # its process was lost with what it had asked
+        elif what == "again":  # its process died, and the episode begins anew
             self.drop(self.batches[number])
             self.batches[number] = []
         elif what == "answered":
             self.answered(*details)
-        elif what == "broken":  # the generator: the run must know
+        elif what == "broken":  # the generator failed, which ends the run
             raise details[0]
         else:
             self.asked(number, details[0])
@@ -182,27 +181,27 @@ class _Episodes:
             else:
                 self.judge(batch, place, *details)
 
-    def request(self, number: int, turn: int, ids: list[int], given: dict[str, Any]) -> Request:
-        """The run's sampling, but for what the workflow says."""
+    def request(self, number: int, turn: int, ids: list[int], overrides: dict[str, Any]) -> Request:
+        """A request with the run's sampling and the fields that the workflow overrides."""
         (question, sample), flows = self.episodes[number], self.flows
         left = flows.context - len(ids)
         if left < 1:
             raise ValueError(f"a prompt of {len(ids)} tokens leaves no room for an answer in {flows.context}")
-        ours = {"seed": turn_seed(flows.seed, question.number, sample, turn), "logprobs": True, "keep_stop": True}
-        sampling = replace(flows.sampling, **{**given, **ours})
+        fixed = {"seed": turn_seed(flows.seed, question.number, sample, turn), "logprobs": True, "keep_stop": True}
+        sampling = replace(flows.sampling, **{**overrides, **fixed})
         return Request(ids, replace(sampling, max_tokens=min(sampling.max_tokens, left)))
 
     def judge(self, batch: _Batch, place: int, reply: str, ids: list[int], finish: str) -> None:
         question, _ = self.episodes[batch.episode]
-        asked = JudgeRequest(question.task, question.index, reply, question.prompt, ids, finish)
+        request = JudgeRequest(question.task, question.index, reply, question.prompt, ids, finish)
 
         def done(verdict: Future[Any]) -> None:
             self._hear(batch.episode, "answered", batch, place, verdict.result().reward, "")
 
-        self.flows.judge.submit(asked).add_done_callback(done)
+        self.flows.judge.submit(request).add_done_callback(done)
 
     def answered(self, batch: _Batch, place: int, value: Any, problem: str = "") -> None:
-        """One answer; when it is the last of its batch, they go back."""
+        """Note one answer; with the last of its batch, all go back to the episode."""
         if batch not in self.batches.get(batch.episode, []):
             return  # the episode is over, or was begun again
         batch.answers[place] = value, problem
@@ -215,14 +214,14 @@ class _Episodes:
         raise NotImplementedError
 
     def drop(self, batches: Sequence[_Batch]) -> None:
-        """Nobody waits for these any longer."""
+        """Cancel these batches: their episode is over, or begins anew."""
 
     def run(self) -> list[Future[Any]]:
         raise NotImplementedError
 
 
-class _Here(_Episodes):
-    """With the engine in this process, which takes a step when nobody else has anything to do."""
+class _LocalEpisodes(_Episodes):
+    """Episodes with the engine of this process, which takes a step when every episode waits for it."""
 
     def __init__(self, flows: Workflows, episodes: Sequence[tuple[TaskQuestion, int]]) -> None:
         engine = flows.generator
@@ -250,7 +249,7 @@ class _Here(_Episodes):
         return self.outcomes
 
     def enter(self) -> bool:
-        """Give the engine what was asked, in an order that depends on nothing but the episodes."""
+        """Queue new requests in an order that depends on the episodes alone; False if nothing is to be generated."""
         fresh, self.fresh = sorted(self.fresh, key=lambda one: one[:2]), []
         refused = False
         for *_, place, batch, request in fresh:
@@ -272,13 +271,13 @@ class _Here(_Episodes):
             self.jobs.pop(job, None)
 
 
-class _Elsewhere(_Episodes):
-    """With a generator that is asked from many threads."""
+class _RemoteEpisodes(_Episodes):
+    """Episodes with a remote generator, one thread per request."""
 
     def __init__(self, flows: Workflows, episodes: Sequence[tuple[TaskQuestion, int]], ask: Generate) -> None:
-        super().__init__(flows, episodes, ELSEWHERE)
+        super().__init__(flows, episodes, MAX_REMOTE)
         self.ask = ask
-        self.threads = ThreadPoolExecutor(ELSEWHERE, thread_name_prefix="episode")
+        self.threads = ThreadPoolExecutor(MAX_REMOTE, thread_name_prefix="episode")
 
     def generate(self, batch: _Batch, place: int, request: Request) -> None:
         def done(answers: Future[list[Completion]]) -> None:
@@ -322,7 +321,7 @@ def check(trajectory: Trajectory, begin: int, context: int, vocab: int) -> None:
 
 
 def group_of(question: TaskQuestion, trajectories: Sequence[Trajectory], samples: int) -> AnswerGroup:
-    """The group of a question; its prompt is what all trajectories begin with before the model writes."""
+    """The group of a question; its prompt is the common beginning of all trajectories before the model writes."""
     begins = [one.ids[: one.forced.index(False)] for one in trajectories]
     shared = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*begins))
     prompt = [tokens[0] for tokens in shared] or question.prompt

@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, metrics, results, progress and trackers. No torch."""
+"""Run folders: settings, metrics, results, progress and trackers. No torch."""

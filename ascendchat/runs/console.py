@@ -30,7 +30,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What the vendor's tool says of one device; None where it does not say."""
+    """A reading of one device by the vendor's tool; None for values that the tool does not give."""
 
     index: int
     utilisation: float | None = None
@@ -44,9 +44,8 @@ class Telemetry:
 
 
 def inert(text: str) -> str:
-    """The text with its control characters made visible. Text of a model or a data set may hold any of them; a terminal
-    would obey, and move its cursor or change its clipboard. Each character is treated alone, so pieces of a stream give
-    the same as the whole."""
+    """Make control characters visible. Text of a model or a data set may hold any of them, and a terminal would move
+    its cursor or change its clipboard. Each character is treated alone, so a stream may be cut anywhere."""
 
     def shown(control: re.Match[str]) -> str:
         code = ord(control.group())
@@ -56,7 +55,7 @@ def inert(text: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """3725 -> 1:02:05; days in front when there are any."""
+    """Write a duration: 3725 -> 1:02:05, with days in front if there are any."""
     minutes, second = divmod(int(seconds + 0.5), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -87,7 +86,7 @@ def status(step: int, total: int, fields: dict[str, Any]) -> str:
 
 
 def devices(readings: list[Telemetry]) -> str:
-    """One line for all devices: mean use, hottest, memory of the fullest; "" when the tool said nothing."""
+    """One line for all devices: mean use, highest temperature, fullest memory; "" without any reading."""
     use = [r.utilisation for r in readings if r.utilisation is not None]
     heat = [r.temperature for r in readings if r.temperature is not None]
     memory = [(r.memory_used, r.memory_total) for r in readings if r.memory_used is not None]
@@ -105,7 +104,7 @@ def devices(readings: list[Telemetry]) -> str:
 
 
 def is_live(stream: TextIO) -> bool:
-    """True where a bar can be drawn: a terminal that understands cursor moves, with a person before it."""
+    """True if a bar can be drawn: on a terminal that understands cursor moves, outside of CI."""
     ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and not ci
 
@@ -199,7 +198,7 @@ class Console:
             self.print(self._line() + (f" | {self._devices}" if self._devices else ""))
 
     def print(self, text: str) -> None:
-        """A message; on a terminal it appears above the bar. Control characters in it are shown, not obeyed."""
+        """Print a message, on a terminal above the bar. Control characters in it are shown, not obeyed."""
         if not self.main:
             return
         text = inert(str(text))
@@ -212,11 +211,11 @@ class Console:
                 try:
                     self.stream.write(text + "\n")
                     self.stream.flush()
-                except OSError:  # whoever read the lines is gone (`| tee` was killed); the run goes on without them
+                except OSError:  # the reader is gone (`| tee` was killed); the run continues without output
                     self.main = False
 
     def close(self) -> None:
-        """Take the bar away and leave its last line behind. Closing twice does nothing."""
+        """Remove the bar and print its last line. Closing twice does nothing."""
         self._ended.set()
         if self._live is not None:
             self._live.stop()
@@ -230,18 +229,18 @@ class Console:
 
 @dataclass(frozen=True)
 class _Speed:
-    """How fast a stretch of training went."""
+    """Throughput of a stretch of training."""
 
     tokens_per_second: float
     "over all devices"
     mfu: float | None
-    "model FLOPs over the peak of all devices, 0 to 1; None when the peak is not known"
+    "model FLOPs over the peak of all devices, 0 to 1; None if the peak is unknown"
 
 
 def speed(
     tokens: float, seconds: float, flops_per_token: float = 0.0, peak_flops: float | None = None, devices: int = 1
 ) -> _Speed:
-    """`tokens` of all devices together, done in `seconds`; `peak_flops` of one device at the dtype in use.
+    """Throughput of `tokens` on all devices together in `seconds`; `peak_flops` of one device at the dtype in use.
 
     A stretch too short for the clock (0 s) has speed 0 rather than infinity.
     """
@@ -252,7 +251,7 @@ def speed(
 
 
 def eta(done: float, total: float, seconds: float) -> float | None:
-    """Seconds left when `done` of `total` took `seconds`. None before anything is done.
+    """Seconds left when `done` of `total` took `seconds`; None before anything is done.
 
     After a resume, count from there: done and total without the steps of earlier sessions.
     """
@@ -264,7 +263,7 @@ def eta(done: float, total: float, seconds: float) -> float | None:
 class Smooth:
     """Exponential average without the bias of a zero start: the first value is returned as it is.
 
-    NaN and infinities are returned as they come, so that they are seen, and are kept out of the average.
+    NaN and infinities are returned unchanged, so that they are seen, and do not enter the average.
     """
 
     def __init__(self, beta: float = 0.9) -> None:

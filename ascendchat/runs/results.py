@@ -9,10 +9,10 @@ Rows are never changed; which of them counts is decided when they are read, by `
     time, evaluation    seconds since 1970; chat, core or bpb
     stage, run_id       sft, ...; the id in the stage's run.json, another one once the stage is trained anew
     checkpoint, model, step    its folder, and the identity of its weights
-    chip, world, dtype, attention, settings    what it ran on; what was asked for: other settings are not comparable
+    chip, world, dtype, attention, settings    the machine; the settings: results with others are not comparable
     task, source        the folder its files come from, "" if they were fetched, None if they are part of this package
-    examined, in_task   rows (bpb: tokens) that were examined, and that there are; 0 of a task that was missing
-    result              what was found, right and wrong of every row included; of a missing task, why
+    examined, in_task   rows (bpb: tokens) that were examined, and rows of the task; 0 examined: the task was missing
+    result              scores, right and wrong of every row included; for a missing task the reason
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run_of(stage: Path) -> str:
 
 
 def results_file(stage: Path) -> Path:
-    """That of the run; beside a checkpoint that belongs to none."""
+    """results.jsonl of the run, or beside a checkpoint that belongs to no run."""
     return (stage.resolve().parent if run_of(stage) else stage) / "results.jsonl"
 
 
@@ -49,7 +49,7 @@ def _owner(stage: Path) -> ResultRow:
 
 
 def stage_results(stage: Path, evaluation: str) -> list[ResultRow]:
-    """All rows of one kind about the model in a stage folder, oldest first; not those of a model that was set aside."""
+    """All rows of one evaluation of the model in a stage folder, oldest first, without those of earlier models."""
     path, mine = results_file(stage), {"evaluation": evaluation, **_owner(stage)}
     return [row for row in stored_rows(path) if _same(row, mine, *mine)] if path.is_file() else []
 
@@ -59,7 +59,7 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any], *names: str) -> bool
 
 
 def _fuller(old: ResultRow, new: ResultRow) -> bool:
-    """Whether `old` was taken over more of the same files."""
+    """True if `old` examined more rows of the same files."""
     if not new["examined"]:
         return old["source"] == new["source"]
     same = _same(old, new, "source", "in_task") and _same(old["result"], new["result"], "corpus")
@@ -67,14 +67,14 @@ def _fuller(old: ResultRow, new: ResultRow) -> bool:
 
 
 def _fullest(rows: Sequence[ResultRow]) -> dict[str, ResultRow]:
-    """Of rows with the same weights and settings: rules 3 and 4 of `best_results`."""
+    """The rows that count among rows with the same weights and settings: rules 3 and 4 of `best_results`."""
     source = next((row["source"] for row in reversed(rows) if row["source"] is not None), None)
-    found: dict[str, ResultRow] = {}
+    best: dict[str, ResultRow] = {}
     for row in rows:
         task = row["task"]
-        if row["source"] in (None, source) and not (task in found and _fuller(found[task], row)):
-            found[task] = row
-    return found
+        if row["source"] in (None, source) and not (task in best and _fuller(best[task], row)):
+            best[task] = row
+    return best
 
 
 def best_results(rows: Sequence[ResultRow]) -> dict[str, ResultRow]:
@@ -84,25 +84,25 @@ def best_results(rows: Sequence[ResultRow]) -> dict[str, ResultRow]:
     2. Only one choice of settings counts, so that a mean over tasks never mixes two: the last one, unless one of its
        tasks was examined over more rows with other settings.
     3. Only files of one source count: the last one. Embedded tasks go with any.
-    4. Of a task, the row over the most of the same files counts; of equals the last one.
+    4. For each task the row with the most examined rows of the same files counts; among equals the last one.
 
-    So tasks may be examined in several goes, and a quick look never replaces a fuller result.
+    So the tasks of an evaluation may be spread over several commands, and a quick look never replaces a fuller result.
     """
     rows = [row for row in rows if row["examined"]]
     rows = [row for row in rows if _same(row, rows[-1], "model", "step")]
-    asked: list[ResultRow] = []  # settings, newest first
+    every: list[ResultRow] = []  # settings, newest first
     for row in reversed(rows):
-        asked += [row["settings"]] if row["settings"] not in asked else []
-    choices = [_fullest([row for row in rows if row["settings"] == settings]) for settings in asked]
-    for found in choices:
-        if not any(_fuller(other[task], row) for other in choices for task, row in found.items() if task in other):
-            return found
+        every += [row["settings"]] if row["settings"] not in every else []
+    choices = [_fullest([row for row in rows if row["settings"] == settings]) for settings in every]
+    for choice in choices:
+        if not any(_fuller(other[task], row) for other in choices for task, row in choice.items() if task in other):
+            return choice
     return choices[-1] if choices else {}
 
 
 @dataclass
 class NewResults:
-    """What one evaluation adds to the file of a stage, task by task; only the `main` rank of several writes."""
+    """The rows that one evaluation adds to a results file, task by task; only the `main` rank writes."""
 
     stage: Path
     about: ResultRow  # evaluation, checkpoint, model, step, chip, world, dtype, attention, settings
@@ -110,15 +110,15 @@ class NewResults:
     rows: dict[str, ResultRow] = field(default_factory=dict)  # task -> row
 
     def __post_init__(self) -> None:
-        stage_results(self.stage, self.about["evaluation"])  # a damaged file is said now, not after hours
+        stage_results(self.stage, self.about["evaluation"])  # a damaged file is an error now, not after hours
 
     def add(self, task: str, examined: int, in_task: int, result: ResultRow, source: str | None) -> None:
-        """To be called as soon as a task ends: an evaluation that is killed keeps what it finished. Others may add to
-        the same file at the same time."""
+        """Append the row of a task, as soon as it ends: a killed evaluation keeps its finished tasks. Other processes
+        may append to the same file at the same time."""
         if not self.main:
             return
-        found = {"task": task, "source": source, "examined": examined, "in_task": in_task, "result": result}
-        self.rows[task] = {"time": time.time(), **_owner(self.stage), **self.about, **found}
+        row = {"task": task, "source": source, "examined": examined, "in_task": in_task, "result": result}
+        self.rows[task] = {"time": time.time(), **_owner(self.stage), **self.about, **row}
         path = results_file(self.stage)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)  # a Hugging Face model has no run yet
@@ -133,13 +133,13 @@ class NewResults:
             raise UserError(f"cannot write {path}: {error.strerror}; make room there, or the folder writable") from None
 
     def with_earlier(self) -> dict[str, ResultRow]:
-        """These, and on other tasks what the same weights reached before with the same settings."""
+        """These rows, and for other tasks earlier rows of the same weights and settings."""
         rows = stage_results(self.stage, self.about["evaluation"])
         same = [row for row in rows if _same(row, self.about, "model", "step", "settings")]
         return {**_fullest(same), **self.rows}
 
-    def kept_instead(self) -> str:
-        """Which earlier results count and not these, in words; empty if all of these count."""
+    def better_earlier(self) -> str:
+        """A sentence about earlier results that count in place of these; empty if all of these count."""
         best = best_results(stage_results(self.stage, self.about["evaluation"]))
         times = [row["time"] for row in best.values()]
         beaten = [row for row in self.rows.values() if row["examined"] and row["time"] not in times]

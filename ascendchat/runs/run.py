@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, config.yaml, run.json, metrics.jsonl, and the progress on the console.
+"""The folder of a run: config.yaml, run.json, metrics.jsonl; models that were set aside; finding checkpoints.
 
     run = open_run(run_folder("demo", "base"), config, facts={"chip": "cpu"}, track=("tensorboard",), main=rank == 0)
     run.log(100, loss=2.5, tokens_per_second=1200.0)
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import as_dict, dump, load_yaml, spelling
+from ascendchat.config import as_dict, dump, load_yaml, spelling, stored_settings
 from ascendchat.config.train import STAGES
 from ascendchat.errors import MAX_NAMED, UserError, home, nearest
 from ascendchat.files import begin_sha256, write_atomic
@@ -66,13 +66,13 @@ def environment() -> dict[str, Any]:
 def _packages() -> dict[str, str]:
     """Installed packages and their versions. Distribution.metadata would parse the whole file for each field that is
     read: a third of a second for a hundred packages, at the start of every run."""
-    found = []
+    versions = []
     for package in importlib.metadata.distributions():
         header, _, _ = (package.read_text("METADATA") or package.read_text("PKG-INFO") or "").partition("\n\n")
         fields = dict(line.split(": ", 1) for line in header.splitlines() if line.startswith(("Name: ", "Version: ")))
         if len(fields) == 2:
-            found.append((fields["Name"].strip(), fields["Version"].strip()))
-    return dict(sorted(found, key=lambda item: item[0].lower()))
+            versions.append((fields["Name"].strip(), fields["Version"].strip()))
+    return dict(sorted(versions, key=lambda item: item[0].lower()))
 
 
 def _commit(checkout: Path) -> str | None:
@@ -122,7 +122,7 @@ def _json(row: dict[str, Any]) -> bytes:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows that count, in order: what a resumed run did again replaces what was logged before.
+    """The rows that count, in order: rows of steps that a resumed run repeated replace the earlier ones.
 
     `path` is metrics.jsonl or its folder. The file may belong to a run that is writing: an unfinished last line is
     left out.
@@ -154,7 +154,7 @@ def stored_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def append_row(fd: int, row: dict[str, Any], size: int) -> int:
-    """Add a row to a file of `size` bytes that is open for appending; gives its new size. One write() of a whole line:
+    """Add a row to a file of `size` bytes that is open for appending; return its new size. One write() of a whole line:
     a kill -9 leaves the line whole or absent."""
     line, written = _json(row), 0
     try:
@@ -179,7 +179,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def whole_size(path: Path) -> int:
-    """Bytes of a file of rows up to its last whole one: what follows was torn by a crash or a power cut."""
+    """Bytes of a file of rows up to its last whole row: the rest was torn by a crash or a power cut."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -189,7 +189,7 @@ def whole_size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _said_once(run: Run) -> Iterator[None]:
-    """A full disk must not end days of training: it is reported once, and the run goes on."""
+    """Report a full disk once, and continue: it must not end days of training."""
     try:
         yield
     except OSError as error:
@@ -264,8 +264,8 @@ def open_run(
     """Create or reopen a run folder. `resume_step=s`: rows after step s no longer count; None: the run begins, and an
     earlier model in the folder is set aside (run.py).
 
-    `config` is the resolved dataclass, `facts` what only the caller knows (chip, world size). `main` is true on the
-    one rank that writes.
+    `config` is the resolved dataclass; `facts` go to run.json (chip, world size). `main` is true on the one rank that
+    writes.
     """
     check_track(track)  # on every rank, so that all of them stop together
     run = Run(Path(folder), main, say)
@@ -278,7 +278,7 @@ def open_run(
             run.folder.mkdir()
             os.close(run._lock)
             run._lock = _take_lock(run.folder)
-        if text := notice(run.folder):
+        if text := old_models_notice(run.folder):
             say(text)
         if resume_step is not None:
             for line in changed(run.folder, config):
@@ -301,16 +301,18 @@ def open_run(
 
 
 def changed(folder: Path, config: Any) -> list[str]:
-    """What differs between the settings that a run was last started with and those it goes on with."""
+    """One line for every setting that differs from those the run was last started with, in any version of this
+    package: a setting that the command has lost since counts where the run had changed it from its default."""
     path = folder / "config.yaml"
-    before = load_yaml(path) if path.is_file() else {}
+    before, lost = stored_settings(type(config), load_yaml(path) if path.is_file() else {})
     now = as_dict(config)
     names = [name for name, value in now.items() if name in before and name != "resume" and before[name] != value]
-    return [f"continuing with {spelling(name)} {now[name]}; before, this run had {before[name]}" for name in names]
+    lines = [f"continuing with {spelling(name)} {now[name]}; before, this run had {before[name]}" for name in names]
+    return lines + [f"continuing without {spelling(name)}, which this run had: {value}" for name, value in lost.items()]
 
 
 def _take_lock(folder: Path) -> int:
-    """Keep a second process out of the folder. The kernel drops the lock with the process, also after kill -9, and
+    """Lock the folder against a second process. The kernel drops the lock with the process, also after kill -9, and
     data workers forked by this process do not inherit it."""
     fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -321,7 +323,7 @@ def _take_lock(folder: Path) -> int:
             raise UserError(
                 f"another process is writing to {folder}; stop it, or give this run another --run"
             ) from None
-        # a file system without locks: go on without this guard
+        # a file system without locks: continue without one
     return fd
 
 
@@ -338,28 +340,27 @@ def _open_metrics(run: Run, resume_step: int | None) -> None:
         run._append({"resumed_at": -1 if resume_step is None else resume_step, "time": round(time.time(), 3)})
 
 
-# Earlier models of a stage, kept beside it while a new run trains: `ascendchat base --run NAME --resume never`.
+# Earlier models of a stage stay beside it while a new run trains: `ascendchat base --run NAME --resume never`.
 #
 # The folder runs/NAME/base becomes runs/NAME/base.old (base.old.2, ...), whole: checkpoints, tokenizer, metrics. So
-# `ascendchat chat --checkpoint runs/NAME/base.old` talks to it as it is. It is deleted when the new run has passed its
-# last step or is finished, never before.
+# `ascendchat chat --checkpoint runs/NAME/base.old` opens it. It is deleted when the new run has passed its last step or
+# is finished, never before.
 
 
-def earlier(folder: Path) -> list[Path]:
-    """What was set aside for this stage folder, oldest first."""
+def old_models(folder: Path) -> list[Path]:
+    """The earlier models of this stage folder that were set aside, oldest first."""
     form = re.compile(re.escape(folder.name) + r"\.old(?:\.(\d+))?")
     numbered = [(int(m[1] or 1), path) for path in folder.parent.iterdir() if (m := form.fullmatch(path.name))]
     return [path for _, path in sorted(numbered)]
 
 
 def last_step(folder: Path) -> int:
-    """Of the checkpoints in a stage folder; 0 without any."""
+    """Step of the newest checkpoint in a stage folder; 0 if there is none."""
     return max((int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdecimal()), default=0)
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Give a stage folder that holds a model another name; None when it holds none. A run that was killed has perhaps
-    no `latest` yet."""
+    """Rename a stage folder that holds a model, with or without a `latest`; None if it holds none."""
     if not last_step(folder):
         return None
     names = itertools.chain([f"{folder.name}.old"], (f"{folder.name}.old.{n}" for n in itertools.count(2)))
@@ -368,9 +369,9 @@ def set_aside(folder: Path) -> Path | None:
     return free
 
 
-def notice(folder: Path) -> str:
-    """Where the earlier models are and how to get one back; empty when there are none."""
-    models = earlier(folder)
+def old_models_notice(folder: Path) -> str:
+    """The sentence that names the earlier models and the command that restores one; empty if there are none."""
+    models = old_models(folder)
     if not models:
         return ""
     names = ", ".join(str(path) for path in models)
@@ -383,17 +384,17 @@ def notice(folder: Path) -> str:
 
 
 def this_launch() -> str:
-    """Identity of the `ascendchat launch` that started this process; its restarts have the same; empty without one."""
+    """Identity of the `ascendchat launch` that started this process, kept over its restarts; empty without one."""
     return os.environ.get("ASCENDCHAT_LAUNCH", "")
 
 
 def begun_by_this_launch(folder: Path) -> bool:
-    """Whether the run in a stage folder was begun by the launch that also started this process."""
+    """True if the run in a stage folder was begun by the launch that also started this process."""
     return bool(this_launch()) and read_facts(folder / "run.json").get("launch") == this_launch()
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """A run.json; nothing where it is absent, or damaged by hand (it is then written anew)."""
+    """The content of a run.json; empty if it is absent, or damaged (it is then written anew)."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -418,7 +419,7 @@ def checkpoints(folder: Path) -> list[int]:
 
 
 def named_folder(run: str, stage: str | None, checkpoint: str) -> Path:
-    """The folder that was named; else of the run and stage; else of whatever was written last."""
+    """The folder of the model to open: `checkpoint`, else that of run and stage, else of the run written last."""
     if checkpoint:
         return Path(checkpoint)
     run = run or last_run(stage)
@@ -439,21 +440,21 @@ def last_run(stage: str | None = None) -> str:
 
 def last_stage(run: str) -> str:
     """The latest stage of a run that has a checkpoint."""
-    there = [stage for stage in STAGES if checkpoints(run_folder(run, stage))]
-    if not there:
+    stages = [stage for stage in STAGES if checkpoints(run_folder(run, stage))]
+    if not stages:
         saved = [path.parent for path in (home() / "runs").glob("*/*/latest")]
-        known = sorted({folder.parent.name for folder in saved if folder.name in STAGES})  # not base.old
-        if len(known) > MAX_NAMED:
-            raise UserError(f"the run {run!r} has no checkpoint; of those that have, {nearest(run, known)}")
-        raise UserError(f"the run {run!r} has no checkpoint; runs that have: {', '.join(known) or 'none'}")
-    return there[-1]
+        runs = sorted({folder.parent.name for folder in saved if folder.name in STAGES})  # not base.old
+        if len(runs) > MAX_NAMED:
+            raise UserError(f"the run {run!r} has no checkpoint; of those that have, {nearest(run, runs)}")
+        raise UserError(f"the run {run!r} has no checkpoint; runs that have: {', '.join(runs) or 'none'}")
+    return stages[-1]
 
 
 def read_ahead(run: str, stage: str | None, checkpoint: str) -> None:
-    """Begin the checksum of the weights that will be asked for; what is wrong is said by who asks for them."""
-    with contextlib.suppress(UserError, OSError, RuntimeError):  # the last: no thread more is allowed
+    """Begin the checksum of the weights that the command will open; errors are left to the code that opens them."""
+    with contextlib.suppress(UserError, OSError, RuntimeError):  # RuntimeError: no further thread is allowed
         folder = named_folder(run, stage, checkpoint)
         if not NAME.fullmatch(folder.name) and (steps := checkpoints(folder)):
             folder /= f"step_{steps[-1]:06d}"
-        if NAME.fullmatch(folder.name):  # nobody asks for that of a Hugging Face model
+        if NAME.fullmatch(folder.name):  # Hugging Face models have no checksum of ours
             begin_sha256(folder / WEIGHTS)

@@ -23,7 +23,7 @@ from ascendchat.errors import UserError, nearest
 
 
 class _Sink(Protocol):
-    """Where metrics go besides metrics.jsonl."""
+    """A tracker: receives the metrics besides metrics.jsonl."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -39,7 +39,7 @@ def check_track(track: tuple[str, ...]) -> None:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """What can be plotted: numbers, and those inside mappings as outer/inner."""
+    """The metrics that can be plotted: numbers, and those inside mappings as outer/inner."""
     flat: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, dict):
@@ -74,7 +74,7 @@ class TensorBoard:
 
 
 def _logged_in(variable: str, file: Path, host: str) -> bool:
-    """An API key in the environment, or a login that the package's own tool stored."""
+    """True if there is an API key in the environment, or a login stored by the package's own tool."""
     if os.environ.get(variable):
         return True
     try:
@@ -159,7 +159,7 @@ SINKS: dict[str, Callable[[Path, str, Any, int | None], _Sink]] = {
 
 
 class Sinks:
-    """The sinks of one run. One that fails is named once and dropped: training goes on."""
+    """The trackers of one run. One that fails is reported once and dropped: training continues."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ CODE_FD, DONE_FD = 3, 4
 # - the steps stand in an iterator that no frame names, and what runs them is C or has nothing to find;
 # - tests are compiled before the answer runs, and have a copy of the builtins as they were;
 # - what would show that iterator or the memory, or lets a function skip lines of its caller, is refused to answers by
-#   an audit hook, which nobody can take away and no name leads to.
+#   an audit hook, which nothing can take away and no name leads to.
 BOOT = f"""
 def start():
     import builtins, functools, os, sys, types
@@ -127,7 +127,7 @@ def check_result(result: int, what: str) -> None:
 
 
 def kill_with_parent() -> None:
-    """On Linux the kernel does it; elsewhere the evaluator and the watcher kill what they started."""
+    """Die with the parent: on Linux by the kernel; elsewhere evaluator and watcher kill what they have started."""
     if sys.platform == "linux":
         with contextlib.suppress(LayerUnavailable):
             check_result(libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
@@ -165,14 +165,14 @@ def bind(source: str, root: str) -> None:
         mount(source, target, "", MS_BIND)
     except LayerUnavailable:  # in a user namespace, what is mounted below must stay where it is
         mount(source, target, "", MS_BIND | MS_REC)
-    held = os.statvfs(target).f_flag
-    flags = sum(flag for bit, flag in MOUNT_FLAGS.items() if held & bit)
+    present = os.statvfs(target).f_flag  # those that a user namespace may not take away
+    flags = sum(flag for bit, flag in MOUNT_FLAGS.items() if present & bit)
     device = source in DEVICES
     mount("", target, "", MS_REMOUNT | MS_BIND | MS_NOSUID | flags | (0 if device else MS_RDONLY | MS_NODEV))
 
 
 def own_root(order: Order, user: int) -> None:
-    """A root folder that holds Python, its libraries, four devices and an empty /tmp, and nothing else."""
+    """Make a root folder of Python, its libraries, four devices and an empty /tmp, and nothing else; enter it."""
     root = order["folder"]
     check_result(libc().unshare(CLONE_NEWNS), "mount namespace")  # here: the watcher still needs the machine's /proc
     mount("none", "/", "", MS_REC | MS_PRIVATE)
@@ -199,7 +199,7 @@ def own_root(order: Order, user: int) -> None:
 
 
 def write_files(order: Order, user: int) -> None:
-    """The files that were sent along, in the working folder."""
+    """Write the files of the order into the working folder."""
     for name, text in order["files"].items():
         with open(name, "x", encoding="utf-8", newline="") as file:
             file.write(text)
@@ -208,8 +208,8 @@ def write_files(order: Order, user: int) -> None:
 
 
 def landlock(order: Order) -> None:
-    """Of all files, only Python and its libraries can be read, and four devices; the own folder is the program's. This
-    needs no rights, so it holds where namespaces are forbidden."""
+    """Hide all files but Python, its libraries and four devices, which can be read, and the program's own folder. This
+    needs no rights, so it works where namespaces are forbidden."""
 
     def call(number: int, *arguments: Any) -> int:
         result: int = libc().syscall(number, *arguments)
@@ -235,7 +235,7 @@ def landlock(order: Order) -> None:
 
 
 def limit(order: Order, alone: bool) -> None:
-    """Hard limits. `alone`: no other process has our user number, so that their number can be limited too."""
+    """Set hard limits. `alone`: no other process has our user number, so the number of processes can be limited too."""
     seconds = int(order["seconds"]) + 2
     wanted = {
         **dict.fromkeys(("RLIMIT_AS", "RLIMIT_DATA"), order["memory"]),
@@ -259,13 +259,13 @@ def forbid(instructions: list[list[int]]) -> None:
     """Hand the filter of system calls to the kernel; it holds for this process and all it starts, for ever."""
     own = os.getpid()
     packed = b"".join(struct.pack("HBBI", code, jt, jf, own if k == -1 else k) for code, jt, jf, k in instructions)
-    held = ctypes.create_string_buffer(packed, len(packed))
+    steps = ctypes.create_string_buffer(packed, len(packed))
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
-    filled = Program(len(instructions), ctypes.cast(held, ctypes.c_void_p))
-    check_result(libc().prctl(PR_SET_SECCOMP, 2, ctypes.byref(filled), 0, 0), "seccomp")
+    whole = Program(len(instructions), ctypes.cast(steps, ctypes.c_void_p))
+    check_result(libc().prctl(PR_SET_SECCOMP, 2, ctypes.byref(whole), 0, 0), "seccomp")
 
 
 def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
@@ -295,9 +295,9 @@ def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
 
 
 def start_program(order: Order, fds: dict[str, int]) -> NoReturn:
-    """Prepare the folder, start the program and wait for it; the namespace ends with this process."""
+    """Prepare the folder, start the program, wait for it and report its end; the namespace ends with this process."""
     user = OUTER_USER + order["number"] if "user" in order["layers"] else os.geteuid()
-    told = fds["told"]
+    report = fds["report"]
     try:
         kill_with_parent()
         if "namespaces" in order["layers"]:
@@ -316,18 +316,18 @@ def start_program(order: Order, fds: dict[str, int]) -> NoReturn:
                 os._exit(126)
         for name in ("stdin", "stdout", "stderr", "code", "done"):
             os.close(fds[name])
-        os.write(told, json.dumps({"program": program}).encode() + b"\n")
+        os.write(report, json.dumps({"program": program}).encode() + b"\n")
         _, status, usage = os.wait4(program, 0)
         ended = {"status": status, "cpu": usage.ru_utime + usage.ru_stime}
-        os.write(told, json.dumps(ended).encode() + b"\n")
+        os.write(report, json.dumps(ended).encode() + b"\n")
         os._exit(0)
     except (OSError, LayerUnavailable, ValueError) as error:
-        os.write(told, json.dumps({"setup": str(error)}).encode() + b"\n")
+        os.write(report, json.dumps({"setup": str(error)}).encode() + b"\n")
         os._exit(1)
 
 
 def descendants() -> list[int]:
-    """Processes whose parent we are: orphans come to us."""
+    """Find the processes whose parent we are: orphans come to us."""
     children = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -356,16 +356,16 @@ def end_everything(first: int, program: int) -> None:
 
 
 def collect_output(order: Order, first: int, streams: dict[str, int], stdin: int) -> dict[str, Any]:
-    """Read what the program says, until it ends, the time is up or it says too much; then end everything."""
+    """Read the output of the program until it ends, the time is up or it is too much; then end everything."""
     began, most = time.monotonic(), order["output"]
-    said: dict[str, bytearray] = {name: bytearray() for name in streams}
-    given = memoryview(order["stdin"].encode(errors="replace"))
+    output: dict[str, bytearray] = {name: bytearray() for name in streams}
+    unsent = memoryview(order["stdin"].encode(errors="replace"))
     stopped = ""
     with selectors.DefaultSelector() as ready:
         for name, fd in streams.items():
             os.set_blocking(fd, False)
             ready.register(fd, selectors.EVENT_READ, name)
-        if len(given):
+        if len(unsent):
             os.set_blocking(stdin, False)
             ready.register(stdin, selectors.EVENT_WRITE, "stdin")
         else:
@@ -379,26 +379,26 @@ def collect_output(order: Order, first: int, streams: dict[str, int], stdin: int
             for key, _ in ready.select(min(left, 0.05) if ended else left):
                 if key.data == "stdin":
                     try:
-                        given = given[os.write(key.fd, given[:65536]) :]
+                        unsent = unsent[os.write(key.fd, unsent[:65536]) :]
                     except BrokenPipeError:
-                        given = given[:0]
-                    if not len(given):
+                        unsent = unsent[:0]
+                    if not len(unsent):
                         ready.unregister(key.fd)
                         os.close(key.fd)
                     continue
                 piece = os.read(key.fd, 65536)
-                said[key.data] += piece
+                output[key.data] += piece
                 if not piece:
                     ready.unregister(key.fd)
-                    ended = ended or (time.monotonic() if key.data == "told" else 0.0)
-                elif len(said[key.data]) > most:
+                    ended = ended or (time.monotonic() if key.data == "report" else 0.0)
+                elif len(output[key.data]) > most:
                     stopped = "output"
-    told: dict[str, Any] = {}
-    for line in said.pop("told").splitlines():
-        told.update(json.loads(line))
-    end_everything(first, told.get("program", 0) if "namespaces" not in order["layers"] else 0)
-    texts = {name: bytes(text[:most]).decode("utf-8", "replace") for name, text in said.items()}
-    return {**texts, **told, "stopped": stopped, "seconds": time.monotonic() - began}
+    report: dict[str, Any] = {}
+    for line in output.pop("report").splitlines():
+        report.update(json.loads(line))
+    end_everything(first, report.get("program", 0) if "namespaces" not in order["layers"] else 0)
+    texts = {name: bytes(text[:most]).decode("utf-8", "replace") for name, text in output.items()}
+    return {**texts, **report, "stopped": stopped, "seconds": time.monotonic() - began}
 
 
 def main() -> int:
@@ -410,7 +410,7 @@ def main() -> int:
     outer: dict[str, int] = {}
     for name in ("stdin", "code"):
         inner[name], outer[name] = os.pipe()
-    for name in ("stdout", "stderr", "done", "told"):
+    for name in ("stdout", "stderr", "done", "report"):
         outer[name], inner[name] = os.pipe()
     for name, fd in list(inner.items()):  # out of the way of the numbers the program will have
         inner[name] = fd if fd > 20 else _above(fd)
@@ -431,7 +431,7 @@ def main() -> int:
         text = f"{order['word']} {len(order['first'])}\n{order['first']}{order['code']}"
         file.write(text.encode(errors="replace"))
     report = collect_output(
-        order, first, {name: outer[name] for name in ("stdout", "stderr", "done", "told")}, outer["stdin"]
+        order, first, {name: outer[name] for name in ("stdout", "stderr", "done", "report")}, outer["stdin"]
     )
     print(json.dumps(report))
     return 0

@@ -1,12 +1,12 @@
-"""Processes for functions of a user's, which may raise, hang, die, fill the memory or fork without end.
+"""Runs functions of users in processes: they may raise, hang, die, fill the memory or fork without end.
 
     pool = Pool(runner, timeout=15)                      # async def runner(link, *args), of a module; see process.py
     call = pool.submit((path, prompt, completion, row))  # a Future: what the runner returns, or a Failure
     pool.close()
 
 Any thread may submit; one thread of the pool's own speaks to the processes. A call that is `shared` waits for things
-most of its time, and runs beside others in a process. When a process ends or is ended, the call that it was busy with
-has failed; the others are begun again in another process.
+most of its time, and runs beside others in a process. When a process ends or is ended, the call that it was running
+has failed; the others start again in another process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_MEMORY = max(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES
 
 
 class Failure(Exception):
-    """Why a call has no result."""
+    """A call has no result; the text says why."""
 
 
 CLOSED = Failure("the pool was closed")
@@ -47,23 +47,23 @@ CLOSED = Failure("the pool was closed")
 
 @dataclass(eq=False)
 class _Call:
-    """One call on its way."""
+    """One call, from submit to its result."""
 
     args: tuple[Any, ...]
     shared: bool
     attempts: int
     timeout: float
-    hear: Callable[..., None]  # hear("ask", questions); hear("again"): it is begun once more
+    hear: Callable[..., None]  # hear("ask", questions); hear("again"): it starts once more
     future: Future[Any] = field(default_factory=Future)
     number: int = NOBODY  # in its process
     deadline: float = math.inf
-    asked: int = 0  # times that it waits for answers
+    unanswered: int = 0  # batches of questions
     cancelled: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Questions:
-    """What a call has asked at once; the answers go to Pool.answer, all together."""
+    """Questions that a call asks at once; the answers go to Pool.answer, all together."""
 
     process: _Process
     number: int  # of the call
@@ -71,7 +71,7 @@ class Questions:
 
 
 class _Process:
-    """One process and its calls. What goes to it is sent by a thread: a process that hangs does not read."""
+    """One process and its calls. A thread sends to it: a process that hangs does not read."""
 
     def __init__(self, runner: Runner) -> None:
         context = multiprocessing.get_context("spawn")
@@ -92,12 +92,12 @@ class _Process:
 
     def begin(self, call: _Call) -> None:
         self.numbers += 1
-        call.number, call.deadline, call.asked, call.cancelled = self.numbers, _now() + START_TIMEOUT, 0, False
+        call.number, call.deadline, call.unanswered, call.cancelled = self.numbers, _now() + START_TIMEOUT, 0, False
         self.calls[call.number] = call
         self.out.put(("call", call.number, call.args))
 
     def end(self) -> None:
-        """And all that it has started."""
+        """Kill the process and all that it has started."""
         self.out.put(None)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)  # not its leader yet: ProcessLookupError
@@ -111,16 +111,16 @@ def _now() -> float:
 
 
 def usage() -> dict[int, tuple[int, int]]:
-    """By session: (processes, bytes of memory). Empty where the system does not tell."""
-    found: dict[int, tuple[int, int]] = {}
+    """Count (processes, bytes of memory) by session; empty where there is no /proc."""
+    used: dict[int, tuple[int, int]] = {}
     page = os.sysconf("SC_PAGE_SIZE")
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             session, resident = int(fields[3]), int(fields[21]) * page
-            processes, memory = found.get(session, (0, 0))
-            found[session] = processes + 1, memory + resident
-    return found
+            processes, memory = used.get(session, (0, 0))
+            used[session] = processes + 1, memory + resident
+    return used
 
 
 def _nothing(*_: Any) -> None:
@@ -128,8 +128,8 @@ def _nothing(*_: Any) -> None:
 
 
 class Pool:
-    """Runs calls in a few processes, which are started when they are needed. `timeout`: seconds for a call, without the
-    time in which it waits for answers of ours. `room`: shared calls in one process."""
+    """Runs calls in a few processes, which start when they are needed. `timeout`: seconds for a call, without the time
+    in which it waits for answers. `room`: shared calls in one process."""
 
     def __init__(self, runner: Runner, timeout: float, *, workers: int = WORKERS, room: int = 16) -> None:
         self.runner, self.timeout, self.workers, self.room = runner, timeout, workers, room
@@ -138,7 +138,7 @@ class Pool:
         self._processes: list[_Process] = []
         self._woken, self._wake = os.pipe()
         self._closed, self._lock = False, threading.Lock()
-        self._looked = 0.0
+        self._last_look = 0.0
         self._thread = threading.Thread(target=self._run, name="pool", daemon=True)
         self._thread.start()
 
@@ -152,21 +152,21 @@ class Pool:
         attempts: int = ATTEMPTS,
         hear: Callable[..., None] = _nothing,
     ) -> Future[Any]:
-        """Begin as soon as there is room. `hear` is called from the pool's thread, and must return at once."""
+        """Start the call as soon as there is room. `hear` runs in the pool's thread and must return at once."""
         call = _Call(args, shared, attempts, self.timeout, hear)
-        self._tell("submit", call)
+        self._post("submit", call)
         return call.future
 
     def answer(self, questions: Questions, answers: Sequence[tuple[Any, str]]) -> None:
-        """To what a call has asked: (value, problem) of each; a problem is raised there. Too late is no error."""
-        self._tell("answer", questions, answers)
+        """Answer questions of a call: (value, problem) of each; a problem is raised there. Too late is no error."""
+        self._post("answer", questions, answers)
 
     def close(self) -> None:
-        """End the processes; calls under way have failed."""
-        self._tell("close")
+        """End the processes; calls under way fail."""
+        self._post("close")
         self._thread.join()
 
-    def _tell(self, what: str, *details: Any) -> None:
+    def _post(self, what: str, *details: Any) -> None:
         with self._lock:
             if not self._closed:
                 self._inbox.put((what, *details))
@@ -216,14 +216,14 @@ class Pool:
         call = questions.process.calls.get(questions.number)
         if call is None:
             return
-        call.asked -= 1
-        if not call.asked:
+        call.unanswered -= 1
+        if not call.unanswered:
             call.deadline = _now() + call.timeout
         answered = [(which, *answer) for (which, _), answer in zip(questions.asked, answers)]
         questions.process.out.put(("answers", questions.number, answered))
 
     def _begin_calls(self) -> None:
-        """The longest waiting first; one that finds no room lets the others wait too."""
+        """Start waiting calls in their order; one that finds no room lets those behind it wait too."""
         while self._waiting:
             process = self._room_for(self._waiting[0])
             if process is None:
@@ -231,7 +231,7 @@ class Pool:
             process.begin(self._waiting.popleft())
 
     def _room_for(self, call: _Call) -> _Process | None:
-        """The least busy process that can take the call, or a new one."""
+        """Find the least busy process that can take the call, or start a new one; None: there is no room."""
         least = min(self._processes, key=lambda process: len(process.calls), default=None)
         if least is None or (least.calls and len(self._processes) < self.workers):
             self._processes.append(_Process(self.runner))
@@ -242,7 +242,7 @@ class Pool:
         return min(mixes, key=lambda process: len(process.calls), default=None) if call.shared else None
 
     def _receive(self, process: _Process) -> None:
-        """One message, or the end of the process."""
+        """Take one message from the process, or notice its end."""
         try:
             what, number, *rest = process.connection.recv()
         except (EOFError, OSError):
@@ -257,32 +257,32 @@ class Pool:
         if what == "begun":
             call.deadline = _now() + call.timeout
         elif what == "ask":
-            call.asked, call.deadline = call.asked + 1, math.inf
+            call.unanswered, call.deadline = call.unanswered + 1, math.inf
             call.hear("ask", Questions(process, number, rest[0]))
         elif what == "done":
             del process.calls[number]
             call.future.set_result(rest[0])
         else:
             del process.calls[number]
-            self._failed(call, self._late(call) if call.cancelled else rest[0])
+            self._failed(call, self._too_late(call) if call.cancelled else rest[0])
 
     def _failed(self, call: _Call, problem: str) -> None:
         call.attempts -= 1
         if call.attempts > 0:
-            self._again(call)
+            self._restart(call)
         else:
             call.future.set_exception(Failure(problem))
 
-    def _again(self, call: _Call) -> None:
+    def _restart(self, call: _Call) -> None:
         call.deadline = math.inf
         self._waiting.append(call)
         call.hear("again")
 
-    def _late(self, call: _Call) -> str:
+    def _too_late(self, call: _Call) -> str:
         return f"it took longer than {call.timeout:g} s"
 
     def _lose(self, process: _Process, problem: str) -> None:
-        """End a process. The call that it was busy with has failed; all of them, if nobody knows which that was."""
+        """End a process. The call that it was running has failed; all of them, if it is unknown which one ran."""
         process.end()
         self._processes.remove(process)
         calls, process.calls = process.calls, {}
@@ -291,24 +291,24 @@ class Pool:
             if running in (None, call):
                 self._failed(call, problem)
             else:
-                self._again(call)
+                self._restart(call)
 
     def _look(self) -> None:
-        """Who is late, who has died without a word, who takes too much?"""
+        """End the calls that are late, and the processes that have died silently or take too much."""
         now = _now()
         for process in list(self._processes):
             late = [call for call in process.calls.values() if call.deadline <= now]
             if not late:
                 continue
             if any(call.cancelled or not call.shared for call in late):
-                self._lose(process, self._late(late[0]))
+                self._lose(process, self._too_late(late[0]))
                 continue
             for call in late:  # of several: if it only waits it can be cancelled
                 call.cancelled, call.deadline = True, now + GRACE
                 process.out.put(("cancel", call.number))
-        if now - self._looked < LOOK_EVERY:
+        if now - self._last_look < LOOK_EVERY:
             return
-        self._looked = now
+        self._last_look = now
         used = usage() if any(process.calls for process in self._processes) else {}
         for process in list(self._processes):
             processes, memory = used.get(process.process.pid or 0, (0, 0))

@@ -1,4 +1,4 @@
-"""Inside a process that runs functions of a user's, started by pool.py. It may hang, die or fill up: no run ends so.
+"""The inside of a process that runs functions of users, started by pool.py. It may hang, die or fill the memory.
 
 Calls come over a pipe and run in one event loop in the main thread, where `signal.alarm` works. The process leads a
 session of its own, so that all it has started can be ended with it, and it ends itself when its parent is gone. Before
@@ -23,31 +23,31 @@ from pathlib import Path
 from typing import Any
 
 NOBODY = -1  # no call is running right now
-RUNNING, FORKS = 0, 1  # places in the shared memory: number of the call that runs; forks since it was begun
+RUNNING, FORKS = 0, 1  # indices of the shared memory: number of the call that runs; forks since it started
 MAX_FORKS = 128  # beyond, the process and all its children end: a fork bomb would take the machine
 
 Runner = Callable[..., Awaitable[Any]]  # async def runner(link, *args): what a call does
 
 
 class _Refused(Exception):
-    """The parent could not do what it was asked; the text says why."""
+    """The parent could not answer a question; the text says why."""
 
 
 def find_object(path: str) -> Any:
-    """`module:name`, looked for in the current folder too."""
+    """Import `module:name`, also from the current folder."""
     module, colon, name = path.partition(":")
     if not colon or not name:
         raise ImportError(f"{path} is not of the form module:name")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found: Any = importlib.import_module(module)
+    thing: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        thing = getattr(thing, part)
+    return thing
 
 
 def contain(shared: Any) -> None:
-    """Be the leader of a session, the first to go when memory is short, and never outlive the parent."""
+    """Lead a session, be the first to go when memory is short, and never outlive the parent."""
     parent = os.getppid()
     os.setsid()
     with contextlib.suppress(OSError):
@@ -67,8 +67,8 @@ def contain(shared: Any) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-class _Noted:
-    """Awaits a coroutine, and notes its number in the shared memory whenever it runs."""
+class _Tracked:
+    """Awaits a coroutine, and writes its number into the shared memory while it runs."""
 
     def __init__(self, coroutine: Awaitable[Any], number: int, shared: Any) -> None:
         self.inner, self.number, self.shared = coroutine.__await__(), number, shared
@@ -91,25 +91,25 @@ class _Noted:
 
 
 class Link:
-    """What a call has to do with the parent."""
+    """The way of one call to the parent: it reports the start, and asks questions."""
 
     def __init__(self, inside: _Inside, number: int) -> None:
-        self.inside, self.number, self.asked = inside, number, 0
+        self.inside, self.number, self.questions = inside, number, 0
         self.batch: list[tuple[int, tuple[Any, ...]]] = []
 
     def begin(self) -> None:
-        """What is to be called has been found: from now on the time counts."""
+        """Report that the function is imported: from now on the time counts."""
         self.inside.send("begun", self.number)
 
     async def ask(self, *question: Any) -> Any:
-        """The parent's answer, for which the time does not count. What is asked at once goes out in one message, and
-        is answered by one: so it does not depend on the speed of anything what the parent has to do together."""
+        """Ask the parent; the time until its answer does not count. Questions asked at once go out in one message and
+        are answered by one, so that what the parent does together does not depend on the speed of anything."""
         loop = asyncio.get_running_loop()
-        self.asked += 1
-        answer = self.inside.asked[self.number, self.asked] = loop.create_future()
+        self.questions += 1
+        answer = self.inside.waiting[self.number, self.questions] = loop.create_future()
         if not self.batch:
             loop.call_soon(self._send)
-        self.batch.append((self.asked, question))
+        self.batch.append((self.questions, question))
         return await answer
 
     def _send(self) -> None:
@@ -118,17 +118,17 @@ class Link:
 
 
 class _Inside:
-    """The calls of this process. Messages to it: (what, number, ...), and from it the same."""
+    """The calls of this process. Messages in both directions: (what, number of the call, ...)."""
 
     def __init__(self, connection: Connection, shared: Any, runner: Runner) -> None:
         self.connection, self.shared, self.runner = connection, shared, runner
         self.own = os.getpid()
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self.waiting: dict[tuple[int, int], asyncio.Future[Any]] = {}  # by call and question
         self.over = asyncio.Event()
 
     async def serve(self) -> None:
-        """Until the pipe is closed."""
+        """Run calls until the pipe is closed."""
         asyncio.get_running_loop().add_reader(self.connection.fileno(), self.read)
         await self.over.wait()
 
@@ -142,24 +142,24 @@ class _Inside:
                     self.tasks[number].cancel()
                 elif what == "answers":
                     for which, value, problem in rest[0]:
-                        self.answered(number, which, value, problem)
+                        self.answer(number, which, value, problem)
         except (EOFError, OSError):
             self.over.set()
 
-    def answered(self, number: int, which: int, value: Any, problem: str) -> None:
-        asked = self.asked.pop((number, which), None)
-        if asked is None or asked.done():  # who asked was cancelled
+    def answer(self, number: int, which: int, value: Any, problem: str) -> None:
+        future = self.waiting.pop((number, which), None)
+        if future is None or future.done():  # the call was cancelled
             return
         if problem:
-            asked.set_exception(_Refused(problem))
+            future.set_exception(_Refused(problem))
         else:
-            asked.set_result(value)
+            future.set_result(value)
 
     async def run(self, number: int, args: tuple[Any, ...]) -> None:
-        """One call."""
+        """Run one call and send its result."""
         self.shared[FORKS] = 0
         try:
-            value = await _Noted(self.runner(Link(self, number), *args), number, self.shared)
+            value = await _Tracked(self.runner(Link(self, number), *args), number, self.shared)
             self.send("done", number, value)
         except asyncio.CancelledError:
             self.send("failed", number, "it was cancelled")
@@ -169,16 +169,16 @@ class _Inside:
             self.tasks.pop(number, None)
 
     def send(self, *message: Any) -> None:
-        if os.getpid() != self.own:  # a child that the function has forked and let return: not for it to speak
+        if os.getpid() != self.own:  # a child that the function has forked and let return
             os._exit(0)
         try:
             self.connection.send(message)
-        except BrokenPipeError:  # the trainer was killed: nobody wants to know
+        except BrokenPipeError:  # the trainer was killed
             os._exit(0)
 
 
 def work(connection: Connection, shared: Any, runner: Runner) -> None:
-    """The process."""
+    """Run calls in this process until the parent closes the pipe or is gone."""
     contain(shared)
 
     async def serve() -> None:
@@ -196,7 +196,7 @@ MAX_REWARD = 1e6  # beyond, float32 has no room for differences
 
 
 async def run(link: Link, path: str, *args: Any) -> Any:
-    """In a process of the pool: a number for an answer; without one, whether the function is async."""
+    """Score an answer, in a process of the pool; without arguments, tell whether the function is async."""
     function = find_object(path)
     if not callable(function):
         raise TypeError(f"{path} is not a function")
@@ -209,7 +209,7 @@ async def run(link: Link, path: str, *args: Any) -> Any:
 
 
 def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
-    """The columns that a function takes: all with **row, else those that it names."""
+    """Choose the columns that a function takes: all with **row, else those that it names."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return row

@@ -1,4 +1,4 @@
-"""Runs Python that nobody has checked, such as the answer of a model, and reports how it ended.
+"""Runs a Python program that nobody has checked, such as the answer of a model, and reports how it ended.
 
     result = sandbox.run("print(6 * 7)", seconds=5.0)      # `ascendchat eval chat` judges HumanEval with it
     result.ok, result.stdout, result.reason
@@ -60,9 +60,9 @@ with contextlib.suppress(OSError):
 """
 
 
-# A socket between a virtual machine and its host, which namespaces do not hold. Few kernels have none.
+# A socket between a virtual machine and its host, which namespaces do not contain. Few kernels have none.
 VSOCK = "socket.socket(40, socket.SOCK_STREAM)"
-# What a program does to get out, by danger. Each line is one attack; {ear} is a datagram socket of somebody else.
+# What a program tries to get out, by danger. Each line is one attack; {ear} is a datagram socket of somebody else.
 ATTACKS: dict[str, tuple[str, ...]] = {
     "memory": ("bytearray(1 << 30)", "for _ in range(24): os.posix_fallocate(os.memfd_create('x'), 0, 12 << 20)"),
     "processes": ("for _ in range(64): os.fork() or time.sleep(9)",),
@@ -82,7 +82,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     ),
     "reading": ("open({secret}).read()", "os.listdir({folder})", "open('/proc/{victim}/stat').read()"),
 }
-# A refusal is said, for a program that was ended early has proved nothing.
+# A refusal is printed: a program that was ended early has proved nothing.
 TRY = """
 try:
     {attack}
@@ -93,7 +93,7 @@ except (OSError, MemoryError):
 
 @dataclass(frozen=True)
 class Result:
-    """How a program ended."""
+    """The end of a program: verdict, reason, output and times."""
 
     ok: bool  # it reached its last line
     stdout: str
@@ -138,7 +138,7 @@ def run(
 
 
 def _libraries() -> tuple[str, list[str]]:
-    """(LD_LIBRARY_PATH without what is not a folder, [libpython, where that path leads to it])."""
+    """Read LD_LIBRARY_PATH: (its folders, [libpython, where one of them holds it])."""
     parts = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if os.path.isabs(part)]
     folders = list(dict.fromkeys(os.path.realpath(part) for part in parts if os.path.isdir(part)))
     name = sysconfig.get_config_var("INSTSONAME") or "libpython"
@@ -173,16 +173,16 @@ def _execute(order: dict[str, Any]) -> dict[str, Any]:
             env={"LD_LIBRARY_PATH": libraries} if libraries else {},
         ) as watcher:
             try:
-                said, complaint = watcher.communicate(json.dumps(order).encode(), timeout=order["seconds"] + GRACE)
+                output, errors = watcher.communicate(json.dumps(order).encode(), timeout=order["seconds"] + GRACE)
             except subprocess.TimeoutExpired:
-                said, complaint = b"", b"the watcher did not answer"
+                output, errors = b"", b"the watcher did not answer"
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(watcher.pid, signal.SIGKILL)  # the program dies with its watcher
         try:
-            report: dict[str, Any] = json.loads(said)
+            report: dict[str, Any] = json.loads(output)
         except ValueError:
-            lines = complaint.decode("utf-8", "replace").strip().splitlines()
+            lines = errors.decode("utf-8", "replace").strip().splitlines()
             report = {"setup": lines[-1] if lines else f"the watcher was killed ({watcher.returncode})"}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -194,7 +194,7 @@ def _execute(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _judge(report: dict[str, Any]) -> Result:
-    """From the watcher's report to a verdict."""
+    """Turn the watcher's report into a verdict."""
     stdout, stderr = report.get("stdout", ""), report.get("stderr", "")
     lines = stderr.strip().splitlines()
     last = lines[-1] if lines else ""
@@ -207,8 +207,8 @@ def _judge(report: dict[str, Any]) -> Result:
         reason, detail = "sandbox", "the program's end was not seen"
     elif os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        known = {member.value: member.name for member in signal.Signals}  # not all have a name
-        reason, detail = "time" if number == signal.SIGXCPU else "signal", known.get(number, f"signal {number}")
+        names = {member.value: member.name for member in signal.Signals}  # not all have one
+        reason, detail = "time" if number == signal.SIGXCPU else "signal", names.get(number, f"signal {number}")
     elif os.WEXITSTATUS(status) == 0 and report["finished"]:
         reason, detail = "", ""
     elif last.startswith("MemoryError"):
@@ -223,7 +223,7 @@ def _judge(report: dict[str, Any]) -> Result:
 
 
 class _Available(NamedTuple):
-    """The layers that work together here, why each of the others does not, and why nothing runs at all, if so."""
+    """Layers that work together here, the reason why each other one does not, and why nothing runs at all, if so."""
 
     layers: tuple[str, ...]
     missing: dict[str, str]
@@ -235,7 +235,7 @@ _tried: _Available | None = None
 
 
 def _available() -> _Available:
-    """The layers of this machine; tried once per process."""
+    """Find out which layers work on this machine, once per process."""
     global _tried
     with _lock:
         if _tried is None:
@@ -277,13 +277,13 @@ def _try_layers() -> _Available:
 
 
 def _fails(layers: Sequence[str]) -> str:
-    """Why a small program does not run behind these layers; empty if it does."""
+    """Run a small program behind these layers; the reason why it fails, or ""."""
     result = run("import json, re\nassert json.loads('[1]') == [1]\nprint('here')", seconds=20.0, layers=layers)
     return "" if result.ok and result.stdout == "here\n" else result.detail or result.stderr.strip() or result.reason
 
 
 def capabilities() -> dict[str, Any]:
-    """What limits a program here, found out by trying: the `layers` that work, the `missing` ones with their reasons,
+    """Find out by trying what limits a program here: the `layers` that work, the `missing` ones with their reasons,
     and for each danger whether it is contained: memory, processes, network, writing, reading, signals. `broken` is the
     reason why not even a program without layers runs; empty if it does."""
     layers, missing, broken = _available()
@@ -291,22 +291,22 @@ def capabilities() -> dict[str, Any]:
     waiting = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(120)"]
     victim = subprocess.Popen(waiting, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ear = f"\0ascendchat-sandbox-{secrets.token_hex(8)}"
-    held: dict[str, bool] = {}
+    contained: dict[str, bool] = {}
     try:
         outside.chmod(0o777)  # only the sandbox can keep the program out
         secret = outside / "secret"
         secret.write_text("secret", encoding="utf-8")
         secret.chmod(0o666)
-        with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as opened:
-            if sys.platform == "linux":  # elsewhere no layer holds the network anyway
-                opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(ear)
+        with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+            if sys.platform == "linux":  # elsewhere no layer contains the network anyway
+                stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(ear)
             places = {"folder": str(outside), "secret": str(secret), "written": str(outside / "written")}
             targets = {"server": server.getsockname(), "ear": ear, "victim": victim.pid, **places}
             names = {name: repr(value) for name, value in targets.items()}
             for danger, attacks in ATTACKS.items():
                 tries = (TRY.format(attack=attack.format(**names)) for attack in attacks)
                 result = run("import os, socket, time" + "".join(tries), seconds=10.0, layers=layers)
-                held[danger] = result.ok and result.stdout == "refused\n" * len(attacks)
+                contained[danger] = result.ok and result.stdout == "refused\n" * len(attacks)
         signals = run(SIGNALS.format(pid=victim.pid), seconds=10.0, layers=layers)
         with contextlib.suppress(subprocess.TimeoutExpired):
             victim.wait(timeout=0.2)
@@ -315,5 +315,5 @@ def capabilities() -> dict[str, Any]:
         victim.kill()
         victim.wait()
         shutil.rmtree(outside, ignore_errors=True)
-    held["signals"] = signals.ok and alive
-    return {"layers": list(layers), "missing": missing, "broken": broken, **held}
+    contained["signals"] = signals.ok and alive
+    return {"layers": list(layers), "missing": missing, "broken": broken, **contained}

@@ -1,4 +1,4 @@
-"""The list of system calls that a program in the sandbox may not make, as a filter for the Linux kernel.
+"""Lists the system calls that a program in the sandbox may not make, as a filter for the Linux kernel.
 
     instructions = program("x86_64", read_only=False)       # (code, jt, jf, k) each; inside.py hands them to the kernel
 
@@ -84,7 +84,7 @@ STREAMS = (1, 0x801, 0x80001, 0x80801)  # SOCK_STREAM, alone or with SOCK_NONBLO
 
 
 def program(machine: str, read_only: bool) -> list[Instruction]:
-    """The filter for this kind of processor; an empty list when its system calls are not known here."""
+    """Build the filter for this kind of processor; an empty list for one whose system calls are not listed here."""
     if machine not in ARCHES:
         return []
     column = list(ARCHES).index(machine)
@@ -96,23 +96,23 @@ def program(machine: str, read_only: bool) -> list[Instruction]:
     steps += [(AT_LEAST, 0, 1, NEWEST + 1), (RETURN, 0, 0, unknown)]
 
     def call(name: str, *then: Instruction) -> None:
-        """`then` ends in a return on every path, and runs only for this call."""
+        """Add a rule for one call; `then` ends in a return on every path."""
         number = (REFUSED.get(name) or CHANGES.get(name) or JUDGED[name])[column]
         if number is not None:
             steps.extend([(EQUAL, 0, len(then), number), *then])
 
     def only(argument: int, opcode: int, value: int, yes: int, otherwise: int) -> tuple[Instruction, ...]:
-        """`yes` if the test of an argument holds, else the other verdict."""
+        """Return `yes` if the test of an argument holds, else the other verdict."""
         load = (LOAD, 0, 0, ARGUMENTS + 8 * argument)
         return load, (opcode, 0, 1, value), (RETURN, 0, 0, yes), (RETURN, 0, 0, otherwise)
 
     def one_of(argument: int, values: tuple[int, ...], yes: int, otherwise: int) -> tuple[Instruction, ...]:
-        """`yes` if the argument is one of these, else the other verdict."""
+        """Return `yes` if the argument is one of these, else the other verdict."""
         tests = [(EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
         return ((LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, otherwise), (RETURN, 0, 0, yes))
 
     def nothing_at(argument: int, otherwise: int) -> tuple[Instruction, ...]:
-        """Allowed if the argument is a null pointer, looked at in both halves."""
+        """Allow a null pointer, both halves of which are compared."""
         low = ARGUMENTS + 8 * argument
         halves = ((LOAD, 0, 0, low), (EQUAL, 0, 2, 0), (LOAD, 0, 0, low + 4), (EQUAL, 1, 0, 0))
         return (*halves, (RETURN, 0, 0, otherwise), (RETURN, 0, 0, ALLOW))

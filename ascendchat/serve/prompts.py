@@ -117,9 +117,9 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """Open a tokenizer: ours, or that of a Hugging Face model."""
     if (path / OWN).is_file() or not path.exists():
         return Tokenizer.load(path)
-    from ascendchat.models.folder import at, load_tokenizer
+    from ascendchat.models.folder import HFFolder
 
-    return load_tokenizer(at(path))
+    return HFFolder.at(path).load_tokenizer()
 
 
 # ---- bodies: from bytes to fields ----------------------------------------------------------------

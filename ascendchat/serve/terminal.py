@@ -201,7 +201,7 @@ def run(config: ChatConfig) -> int:
 def talk(config: ChatConfig, here: Context) -> int:
     """Print one answer, or talk until the end."""
     opened = open_for_generation(here, config, config.stage)
-    folder = opened.checkpoint.folder
+    folder = opened.source.folder
     if config.verbose:
         here.say(f"{opened.why_kernel}\n{folder}")
     if not opened.chats:

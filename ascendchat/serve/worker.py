@@ -30,8 +30,7 @@ from ascendchat.engine.grammar import STACK, Matcher, grammars
 from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.engine.request import Weights
 from ascendchat.errors import UserError
-from ascendchat.models.open import tokenizer_folder
-from ascendchat.models.trained import HFSource
+from ascendchat.models.open import ModelSource
 from ascendchat.nn.logprobs import Float32Readout
 from ascendchat.parallel.context import Context
 from ascendchat.parallel.world import World
@@ -84,7 +83,7 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     elif config.devices > device.count():
         raise UserError(f"--devices {config.devices}: this machine has {device.count()}")
     here = Context(device, World(), device.bind(index), lambda text: print(text, file=sys.stderr, flush=True))
-    opened = open_for_generation(here, config, config.stage)
+    opened = open_for_generation(here, config, config.stage, config.context)
     slots = config.slots or (16 if device.type == "cpu" else 64)
     trained = getattr(opened.model.shape, "longest", opened.model.shape.seq_len)
     if index == 0 and (config.context or 0) > trained:
@@ -97,13 +96,13 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     )
     if config.compile:
         engine.prepare(here.say)
-    saved = opened.checkpoint
+    source = opened.source
     model = {
-        "run": opened.stage_folder.parent.name,
-        **facts_of(saved),
+        "run": source.results_folder.parent.name,
+        **facts_of(source),
         "chats": opened.chats,
-        "checkpoint": str(saved.folder),
-        "tokenizer": str(tokenizer_folder(config.tokenizer, saved)),
+        "checkpoint": str(source.folder),
+        "tokenizer": str(Path(config.tokenizer or source.tokenizer_folder)),
     }
     weights = opened.model.state_dict()
     parameters = sum(tensor.numel() for tensor in weights.values())
@@ -112,7 +111,7 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     return engine, Ready(describe(device), slots, engine.context, engine.vocab, model, *known)
 
 
-def facts_of(saved: Checkpoint | HFSource) -> dict[str, Any]:
+def facts_of(saved: Checkpoint | ModelSource) -> dict[str, Any]:
     """Facts of a checkpoint for clients."""
     stage = str(saved.state.get("stage", ""))
     return {"stage": stage, "step": saved.step, "chats": stage in STAGES and STAGES[stage].chats}

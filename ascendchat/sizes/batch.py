@@ -11,10 +11,10 @@ in 567 steps, 1.523 in 1,135 and 1.517 in 2,270.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ascendchat.chips import Chip
+from ascendchat.chips import KINDS, Chip
 from ascendchat.errors import UserError
 from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.schedule import BATCH_EXPONENT, REFERENCE_BATCH, REFERENCE_TOKENS
@@ -22,11 +22,6 @@ from ascendchat.sizes.shape import Shape
 
 MIN_STEPS = 1000
 MAX_ROWS = 2**20  # no device batch above this is ever searched
-
-# Share of the chip's peak that training reaches. cuda: an H200 had 46-48 % at first, since then up to 55 % (bf16, depth
-# 12 and 20, 16 to 64 rows); npu: published ports reach 17-29 %; cpu: 58-61 % of the matmul peak measured; mps: a
-# cautious guess.
-MFU = {"npu": 0.25, "cuda": 0.46, "mps": 0.30, "cpu": 0.58}
 
 
 def horizon(shape: Shape, ratio: float) -> int:
@@ -71,15 +66,15 @@ class Split:
         return None if rows is None else Split(self.devices, rows, mine // rows, self.seq_len)
 
 
-def split(total: int, devices: int, seq_len: int, most_rows: int) -> Split:
-    """Share `total` tokens out with at most `most_rows` rows per device.
+def split(total: int, devices: int, seq_len: int, max_rows: int) -> Split:
+    """Share `total` tokens out with at most `max_rows` rows per device.
 
     The fewest micro-batches, then the fewest rows that reach the total: powers of two split exactly; otherwise the
     total is raised by less than one row per device and micro-batch. It is never lowered.
     """
-    wanted = max(1, -(-total // seq_len))
-    accumulation = max(1, -(-wanted // (devices * most_rows)))
-    rows = -(-wanted // (devices * accumulation))
+    rows_in_all = max(1, -(-total // seq_len))
+    accumulation = max(1, -(-rows_in_all // (devices * max_rows)))
+    rows = -(-rows_in_all // (devices * accumulation))
     return Split(devices, rows, accumulation, seq_len)
 
 
@@ -109,17 +104,18 @@ def fit_split(
     rows: int | None = None,
     checkpointing: bool = False,
     beside: int = 0,
+    packaged: Collection[str] = (),
 ) -> Split:
-    """How a training command shares out `total` tokens: with the rows it was told, else with the most that fit beside
-    so many bytes of something else."""
+    """Share `total` tokens out for a training command: with the given rows, else with the most that fit beside
+    so many bytes of something else. `packaged` as in memory.training."""
     if rows is not None:
         return split_fixed(total, devices, shape.seq_len, rows)
-    have = usable(chip) - beside
-    most = largest_rows(lambda n: sum(training(shape, chip, devices, n, checkpointing).values()) <= have)
-    if not most:
+    room = usable(chip) - beside
+    max_rows = largest_rows(lambda n: sum(training(shape, chip, devices, n, checkpointing, packaged).values()) <= room)
+    if not max_rows:
         command = f"ascendchat plan --depth {shape.depth} --chip '{chip.name}' --devices {devices}"
         raise UserError(f"not even one row of {shape.seq_len} tokens fits {chip.name}; see what would: {command}")
-    return split(total, devices, shape.seq_len, most)
+    return split(total, devices, shape.seq_len, max_rows)
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ def slowest(devices: int) -> float:
 
 @dataclass(frozen=True)
 class _Duration:
-    """How long a run takes, and what it costs."""
+    """Time and cost of a run."""
 
     mfu: float  # share of the peak that was assumed
     tokens_per_second: float
@@ -183,7 +179,7 @@ def duration(
     that of one node, its own exchange included; what more nodes add comes on top.
     """
     fabric = fabric or Fabric()
-    share = mfu if mfu is not None else MFU[chip.device_type]
+    share = mfu if mfu is not None else KINDS[chip.device_type].mfu
     compute = total.total * flops_per_token * (1 + recompute) / (chip.flops * share * total.devices)
     node = min(total.devices, chip.devices_per_node)
     communication = exchange_seconds(exchanged, chip, total.devices, fabric)

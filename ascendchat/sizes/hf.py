@@ -14,7 +14,7 @@ from typing import Any
 
 from ascendchat.chips import KINDS, Chip
 from ascendchat.errors import UserError, nearest
-from ascendchat.sizes.memory import FP32, HEAD_CHUNK_BYTES, TRAITS, compute_bytes, kernel_buffers, outside
+from ascendchat.sizes.memory import FP32, HEAD_CHUNK_BYTES, compute_bytes, kernel_buffers, outside
 
 FINETUNE_ROWS = 64  # rows per step when an existing model is fine-tuned and no total is given
 
@@ -25,7 +25,7 @@ PACKED_BYTES = 1 / 2 + 1 / 64 + FP32 / (64 * 256)
 
 @dataclass(frozen=True)
 class _Family:
-    """What a model type does that its config.json does not say."""
+    """Features of a model type that its config.json does not name."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -163,7 +163,7 @@ class HFModel:
 
 
 def check_bits(lora: bool, shard: int) -> None:
-    """What --bits does not go with."""
+    """Refuse --bits beside settings that it excludes."""
     if not lora:
         raise UserError(
             "--bits 4 holds the frozen base of adapters; add --lora (of plan: --lora-rank 16), or leave --bits out"
@@ -173,7 +173,7 @@ def check_bits(lora: bool, shard: int) -> None:
 
 
 def check_bits_on(chip: Chip) -> None:
-    """Where bitsandbytes is not used, before anything is read."""
+    """Refuse --bits on devices without bitsandbytes, before anything is read."""
     kind = KINDS[chip.device_type]
     if not kind.bitsandbytes:
         raise UserError(
@@ -183,7 +183,7 @@ def check_bits_on(chip: Chip) -> None:
 
 
 def packing_saves(chip: Chip) -> bool:
-    """Whether --bits is worth a try where something does not fit. Not on a CPU, into whose memory the whole model is
+    """True if --bits may help where something does not fit. Not on a CPU, into whose memory the whole model is
     read before it is packed."""
     return KINDS[chip.device_type].bitsandbytes and chip.devices_per_node > 1
 
@@ -247,9 +247,9 @@ def from_config(values: dict[str, Any], seq_len: int) -> HFModel:
 
 
 def finetuning_activations(model: HFModel, chip: Chip, rows: int, checkpointing: bool) -> int:
-    """As for our own model; a gated MLP keeps gate, its activation, the other half and their product, and a norm with
-    weights keeps its input in fp32."""
-    tokens, size, traits = rows * model.seq_len, compute_bytes(chip), TRAITS[chip.device_type]
+    """Activations as memory.activations counts them; a gated MLP keeps gate, its activation, the other half and their
+    product, and a norm with weights keeps its input in fp32."""
+    tokens, size, traits = rows * model.seq_len, compute_bytes(chip), KINDS[chip.device_type].memory
     dense = (model.depth - model.sparse_layers) * 4 * model.mlp_dim
     sparse = model.sparse_layers * (
         4 * (model.active_experts * model.expert_dim + model.shared_dim) + 2 * model.active_experts * model.dim
@@ -266,7 +266,7 @@ def finetuning_activations(model: HFModel, chip: Chip, rows: int, checkpointing:
 
 
 def adapter_activations(model: HFModel, chip: Chip, rows: int, lora_rank: int) -> int:
-    """What the two matrices of each of a layer's seven adapters have between them, for the backward pass."""
+    """Activations between the two matrices of each of a layer's seven adapters, kept for the backward pass."""
     return rows * model.seq_len * model.depth * 7 * lora_rank * compute_bytes(chip)
 
 
@@ -310,18 +310,18 @@ def finetuning(
     trained = adapters or model.total_parameters
     own = -(-trained // devices)
     tokens = min(rows * model.seq_len, HEAD_CHUNK_BYTES[size] // (size * model.vocab))
-    kept = {
+    parts = {
         "weights": (model.total_parameters + adapters) * size,
         "masters": 0 if size == FP32 else own * FP32,
         "gradients": trained * FP32 + (own * FP32 if devices > 1 else 0),
         "optimizer": own * 2 * FP32,
     }
     packed = model.packed_parameters if bits else 0
-    kept["weights"] -= packed * size - int(packed * PACKED_BYTES)
+    parts["weights"] -= packed * size - int(packed * PACKED_BYTES)
     if shard:
-        kept = shared_out(model, size, adapters, shard, offload)
+        parts = shared_out(model, size, adapters, shard, offload)
     return {
-        **kept,
+        **parts,
         "activations": finetuning_activations(model, chip, rows, checkpointing)
         + adapter_activations(model, chip, rows, lora_rank),
         "logits": tokens * model.vocab * (2 * size + FP32),

@@ -10,57 +10,30 @@ All figures are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from ascendchat.chips import GIB, Chip
+from ascendchat.chips import GIB, KINDS, MIB, Chip
 from ascendchat.sizes.shape import Shape
 
 
 def bytes_text(value: float) -> str:
     """Bytes in GiB, MiB or KiB."""
-    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if value >= unit:
             return f"{value / unit:.2f} {name}"
     return f"{value:.0f} B"
 
 
-MIB = 1024**2
 FP32 = 4
 HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py
 UNSEEN = ("kernel_buffers", "collective_buffers", "reserve")  # parts that the framework's counters do not show
 FREE_SHARE = 0.05  # of the device's memory, left to fragmentation
 
 
-@dataclass(frozen=True)
-class _Traits:
-    """What a type of device costs beside the tensors themselves."""
-
-    context: int  # runtime and kernels of one process, on top of what the driver holds
-    collectives: int  # buffers of one communicator: send and receive
-    softmax: int  # bytes per query head and token that fused attention keeps for the backward pass
-    half: bool  # trains in 16 bits; False: float32 (as device.choose_dtype)
-    always_fused: bool = False  # attention never keeps its probabilities, whatever the chip
-    rotations: int = 2  # copies of queries and keys that are kept on their way through norm and rotation
-    gradient_buffers: bool = False  # the gradient of fused attention is made in float32, beside its result
-    compiled: bool = False  # the model is compiled: float32 steps between two 16-bit tensors are not stored
-
-
-# npu: a communicator holds 2 x 200 MB; the attention kernel keeps its maxima and its sums as fp32 x 8, 64 bytes
-# together; the fused rotation keeps its input too. cuda: norm and rotation are one kernel (nn/triton_training.py).
-# cuda, cpu: the attention kernel keeps one fp32 log-sum-exp.
-TRAITS = {
-    "npu": _Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, rotations=3, gradient_buffers=True),
-    "cuda": _Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, rotations=1, compiled=True),
-    "mps": _Traits(context=1 * GIB, collectives=0, softmax=4, half=False),
-    "cpu": _Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
-}
-
-
 def compute_dtype(chip: Chip) -> str:
     """bfloat16 where the chip has it, float16 on older accelerators, float32 on CPUs and Apple GPUs."""
-    if not TRAITS[chip.device_type].half:
+    if not KINDS[chip.device_type].half:
         return "float32"
     return "bfloat16" if chip.bf16 else "float16"
 
@@ -76,32 +49,32 @@ def usable(chip: Chip) -> int:
 
 
 def outside(chip: Chip) -> dict[str, int]:
-    """What the framework's own counter never shows. The collective buffers are set aside on one device too: a plan
-    made for one device then holds on many."""
-    traits = TRAITS[chip.device_type]
+    """Bytes that the framework's own counter never shows. The collective buffers are set aside on one device too: a
+    plan made for one device then holds on many."""
+    traits = KINDS[chip.device_type].memory
     return {"collective_buffers": traits.collectives, "reserve": chip.reserved + traits.context}
 
 
-def layer_bytes(shape: Shape, chip: Chip) -> float:
+def layer_bytes(shape: Shape, chip: Chip, packaged: Collection[str] = ()) -> float:
     """Activations that one layer keeps for its backward pass, per token (mean over the layers).
 
     In elements: residual in, its mix with the first embedding, norm (3 dim); queries and keys after rotation and norm,
     and before where these are not fused (q + kv each); values (kv) and, on every other layer, the value embedding (kv);
     attention out (q); residual and norm before the MLP (2 dim); the hidden layer before ReLU² (mlp) and, unless the
-    product makes that too, after it (mlp). Before the shift: queries, keys and values again (q + 2 kv) and, in eager
+    MLP is `packaged`, after it (mlp). Before the shift: queries, keys and values again (q + 2 kv) and, in eager
     code under a value embedding, the shifted values (kv). Plus what attention keeps of its softmax: a few bytes per
     head where the kernel is fused, else the probabilities over the window, twice.
     """
-    traits, size = TRAITS[chip.device_type], compute_bytes(chip)
+    traits, size = KINDS[chip.device_type].memory, compute_bytes(chip)
     tables = shape.kv_dim * len(shape.value_layers) / shape.depth
     elements = 5 * shape.dim + (1 + traits.rotations) * (shape.q_dim + shape.kv_dim) + tables
-    elements += (1 if chip.fused_mlp else 2) * shape.mlp_dim + shape.qkv_dim + (0 if traits.compiled else tables)
+    elements += (1 if "mlp" in packaged else 2) * shape.mlp_dim + shape.qkv_dim + (0 if traits.compiled else tables)
     if chip.fused_attention or traits.always_fused:
         return elements * size + traits.softmax * shape.heads
     return elements * size + 2 * size * shape.heads * sum(shape.windows()) / shape.depth
 
 
-def activations(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> int:
+def activations(shape: Shape, chip: Chip, rows: int, checkpointing: bool, packaged: Collection[str] = ()) -> int:
     """All activations of one micro-batch at the end of the forward pass.
 
     With checkpointing a layer keeps its input, and one layer at a time is computed again.
@@ -109,9 +82,10 @@ def activations(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> int
     tokens, size = rows * shape.seq_len, compute_bytes(chip)
     # embedding and its norm, smeared first embedding, final norm in and out, gradient of the head's input
     around = 6 * shape.dim * size
-    layers = shape.depth * layer_bytes(shape, chip)
+    layer = layer_bytes(shape, chip, packaged)
+    layers = shape.depth * layer
     if checkpointing:
-        layers = shape.depth * shape.dim * size + layer_bytes(shape, chip)
+        layers = shape.depth * shape.dim * size + layer
     return int(tokens * (around + layers))
 
 
@@ -119,15 +93,15 @@ def logits_of_chunk(shape: Shape, chip: Chip, rows: int) -> int:
     """Logits of one chunk and their gradient in the compute dtype. Never those of the whole batch (nn/loss.py)."""
     size = compute_bytes(chip)
     chunk = HEAD_CHUNK_BYTES[size] // (size * shape.padded_vocab)
-    eager = 0 if TRAITS[chip.device_type].compiled else 3 * FP32  # without a compiler the steps between exist too
+    eager = 0 if KINDS[chip.device_type].memory.compiled else 3 * FP32  # without a compiler the steps between exist too
     return min(rows * shape.seq_len, chunk) * shape.padded_vocab * (2 * size + eager)
 
 
 def policy_logits(chip: Chip) -> int:
-    """What the logits of `rl` need beyond those of a chunk of training, where that is compiled and rl's is not: three
-    float32 tensors, of half as many rows, and their gradient in the compute dtype (nn/logprobs.py)."""
+    """Bytes that the logits of `rl` need beyond those of a chunk of training, where that is compiled and rl's is not:
+    three float32 tensors, of half as many rows, and their gradient in the compute dtype (nn/logprobs.py)."""
     size = compute_bytes(chip)
-    if not TRAITS[chip.device_type].compiled:
+    if not KINDS[chip.device_type].memory.compiled:
         return 0
     return max(0, HEAD_CHUNK_BYTES[size] // FP32 * (3 * FP32 + size) - 2 * HEAD_CHUNK_BYTES[size])
 
@@ -138,10 +112,10 @@ def backward_work(shape: Shape, chip: Chip, rows: int) -> int:
 
 
 def kernel_buffers(chip: Chip, tokens: int, width: int) -> int:
-    """What the largest operator needs beside its arguments, on NPUs: fused attention's gradient holds dq, dk and dv in
-    float32. `width`: elements of the queries, keys and values of a token. torch_npu keeps the block, and its counters
-    do not show it."""
-    fused = TRAITS[chip.device_type].gradient_buffers and chip.fused_attention and compute_bytes(chip) != FP32
+    """Bytes that the largest operator needs beside its arguments, on NPUs: fused attention's gradient holds dq, dk and
+    dv in float32. `width`: elements of the queries, keys and values of a token. torch_npu keeps the block, and its
+    counters do not show it."""
+    fused = KINDS[chip.device_type].memory.gradient_buffers and chip.fused_attention and compute_bytes(chip) != FP32
     return tokens * width * FP32 if fused else 0
 
 
@@ -175,14 +149,17 @@ def shared_out(shape: Shape, devices: int) -> tuple[int, int]:
     return rest + padded, -(-rest // devices) + padded // team
 
 
-def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool = False) -> dict[str, int]:
+def training(
+    shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool = False, packaged: Collection[str] = ()
+) -> dict[str, int]:
     """Bytes by part on one device at the peak of a step with `rows` rows per micro-batch (nn/optim.py).
 
     Parameters in the compute dtype and their float32 gradients are whole on every device; the float32 weights and the
-    moments are shared out, and so is the reduced gradient when there are several devices.
+    moments are shared out, and so is the reduced gradient when there are several devices. `packaged`: the parts of a
+    layer that optional packages compute (train/model.py); "mlp" keeps its hidden layer once.
     """
     size, (total, own) = compute_bytes(chip), shared_out(shape, devices)
-    acts, head = activations(shape, chip, rows, checkpointing), logits_of_chunk(shape, chip, rows)
+    acts, head = activations(shape, chip, rows, checkpointing, packaged), logits_of_chunk(shape, chip, rows)
     # The parts above peak in the head loss; another moment may be higher by this much.
     work = max(0, backward_work(shape, chip, rows) - head, step_work(shape, chip, devices) - (acts + head))
     return {
@@ -204,7 +181,7 @@ def allocated(parts: dict[str, int]) -> int:
 
 
 class _DecoderSizes(Protocol):
-    """What decoding needs to know of a model: our own Shape, or one read from a Hugging Face config.json."""
+    """Sizes of a model that decoding depends on: our own Shape, or one read from a Hugging Face config.json."""
 
     @property
     def dim(self) -> int: ...
@@ -226,12 +203,12 @@ def kv_bytes(shape: _DecoderSizes, chip: Chip, context: int) -> int:
 
 
 def slot_bytes(shape: _DecoderSizes, chip: Chip, context: int) -> int:
-    """The same, with what lets other prompts go on behind its tokens."""
+    """The cache of one sequence and the states by which other prompts can go on behind its tokens (prefix cache)."""
     return shape.slot_elements(context) * compute_bytes(chip)
 
 
 def caches(shape: _DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
-    """What `sequences` sequences of `context` tokens need while they are generated, beside the weights."""
+    """Bytes that `sequences` sequences of `context` tokens need while they are generated, beside the weights."""
     return {
         "kv_cache": (sequences + 1) * slot_bytes(shape, chip, context),  # one slot is where idle rows write
         "activations": sequences * decode_row(shape, chip) + prefill_work(shape, chip, context),
@@ -276,35 +253,35 @@ def prefill_work(shape: _DecoderSizes, chip: Chip, context: int) -> int:
 
 Stacks = Mapping[tuple[int, int], int]  # (rows, columns) -> how many matrices
 MAX_PADDING = 1.25  # times the matrices is what a team may exchange,
-LITTLE = 2**23  # or so many elements more: less than one more exchange is worth.
+MAX_EXTRA = 2**23  # or so many elements more: less than one more exchange is worth.
 NODE = 8  # devices always share, whatever the padding: they have less to keep than each would have alone
 
 
 def stacks(shape: Shape) -> dict[tuple[int, int], int]:
     """The matrices that Muon updates, by shape, as nn/optim.py groups them."""
-    found: dict[tuple[int, int], int] = {}
+    counts: dict[tuple[int, int], int] = {}
     heads = shape.q_dim // shape.kv_dim + 2
     for size, count in (
         ((shape.kv_dim, shape.dim), heads),
         ((shape.dim, shape.q_dim), 1),
         ((shape.mlp_dim, shape.dim), 2),
     ):
-        found[size] = found.get(size, 0) + count * shape.depth
-    return found
+        counts[size] = counts.get(size, 0) + count * shape.depth
+    return counts
 
 
 def elements(matrices: Stacks, team: int) -> int:
-    """Of all matrices, padded so that every device of a team has equally many."""
+    """Count the elements of all matrices, padded so that every device of a team has equally many."""
     return sum(-(-count // team) * team * rows * cols for (rows, cols), count in matrices.items())
 
 
 def team_size(matrices: Stacks, devices: int) -> int:
     """Devices that share the matrices out: the largest divisor of all that pads little, if it is not too small."""
     whole = elements(matrices, 1)
-    most = max(MAX_PADDING * whole, whole + LITTLE)
+    max_elements = max(MAX_PADDING * whole, whole + MAX_EXTRA)
     divisors = [team for team in range(devices, 0, -1) if devices % team == 0]
-    enough = [team for team in divisors if team >= min(devices, NODE)]
-    return next((team for team in enough if elements(matrices, team) <= most), enough[-1])
+    large_enough = [team for team in divisors if team >= min(devices, NODE)]
+    return next((team for team in large_enough if elements(matrices, team) <= max_elements), large_enough[-1])
 
 
 def exchanged_elements(shape: Shape, devices: int) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ REFERENCE_BATCH = 2**19  # tokens per step at which the rates below were tuned
 REFERENCE_TOKENS = 12 * (12 * 12 * 768**2 + 32768 * 768)  # horizon of depth 12: 12 tokens per scaling parameter
 REFERENCE_DIM = 768
 BATCH_EXPONENT = 0.383  # optimal batch grows as horizon ** 0.383
-LEAST_BATCH = 2**16  # batches below this do not lower the rates further
+MIN_BATCH = 2**16  # batches below this do not lower the rates further
 
 MATRIX_DECAY = 0.28
 MAX_SHRINK = 0.02  # of a matrix per step: in a run of a few hundred steps the rule would shrink faster than it learns
@@ -23,8 +23,8 @@ WARMDOWN_SHARE = 0.65  # share of the run that lowers the learning rate
 FINAL_LR = 0.05  # of the full rate
 MOMENTUM = (0.85, 0.97, 0.90)  # first step, after the ramp, last step
 MOMENTUM_STEPS = 400
-TAIL, SNAPSHOTS = 0.1, 8  # at the end of the run, so much of it and about so many weights in it are averaged
-AHEAD = (0.4, 2 / 3)  # weight of the token after next at step 0, share of the run after which it is 0
+AVERAGED_SHARE, SNAPSHOTS = 0.1, 8  # the last part of the run, and about how many weights of it are averaged
+MTP_WEIGHT = (0.4, 2 / 3)  # multi-token prediction: weight at step 0, share of the run after which it is 0
 
 MATRIX_RATE = 0.02  # Muon, whose update has the same size at every width; also of the gates (AdamW)
 WIDTH_RATES = {"head": 0.008, "embedding": 0.3, "value_embeddings": 0.15}  # AdamW, x (dim / 768) ** -0.5
@@ -37,7 +37,7 @@ def batch_scale(total_batch: int) -> float:
     The root alone starves small batches: with 2^13 tokens per step (a small model on an H200, 9.3 M tokens) a factor of
     0.125 gave 1.565 bits per byte, 0.25 gave 1.523, 0.375 gave 1.513.
     """
-    return math.sqrt(max(total_batch, LEAST_BATCH) / REFERENCE_BATCH)
+    return math.sqrt(max(total_batch, MIN_BATCH) / REFERENCE_BATCH)
 
 
 def rates(
@@ -51,15 +51,15 @@ def rates(
 ) -> dict[str, float]:
     """Full learning rate of every parameter group: all follow the batch, the three tables also the width. A rate that
     is given is, like the constants above, that of width 768 and 2^19 tokens per step."""
-    given = {"matrices": matrix, "head": unembedding, "embedding": embedding, "skip_scalars": scalar}
+    overrides = {"matrices": matrix, "head": unembedding, "embedding": embedding, "skip_scalars": scalar}
     if embedding is not None:
-        given["value_embeddings"] = embedding / 2
+        overrides["value_embeddings"] = embedding / 2
     if scalar is not None:
-        given["residual_scalars"] = scalar / 100
+        overrides["residual_scalars"] = scalar / 100
     batch = batch_scale(total_batch)
     width = (dim / REFERENCE_DIM) ** -0.5
     full = {"matrices": MATRIX_RATE, **WIDTH_RATES, **FIXED_RATES}
-    full |= {name: rate for name, rate in given.items() if rate is not None}
+    full |= {name: rate for name, rate in overrides.items() if rate is not None}
     return {name: rate * (width if name in WIDTH_RATES else 1.0) * batch for name, rate in full.items()}
 
 
@@ -68,8 +68,8 @@ def full_decay(total_batch: int, tokens: int, asked: float | None = None) -> flo
     that of MATRIX_DECAY at depth 12, or of what was asked for. By default no step shrinks by more than MAX_SHRINK."""
     decay = MATRIX_DECAY if asked is None else asked
     even = decay * (total_batch / REFERENCE_BATCH) * (REFERENCE_TOKENS / tokens)
-    most = MAX_SHRINK / MATRIX_RATE if asked is None else math.inf
-    return min(even, most) / batch_scale(total_batch)
+    max_decay = MAX_SHRINK / MATRIX_RATE if asked is None else math.inf
+    return min(even, max_decay) / batch_scale(total_batch)
 
 
 @dataclass(frozen=True)
@@ -134,16 +134,16 @@ def weight_decay(step: int, steps: int, full: float) -> float:
     return full * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
 
 
-def averaged(step: int, steps: int) -> int:
-    """How many weights, at even distances and the last ones among them, the mean holds after `step`: a model that is
-    the mean of its last weights is rid of the noise of small batches."""
-    tail = round(TAIL * steps)
+def averaged_snapshots(step: int, steps: int) -> int:
+    """Count the snapshots in the weight average after `step`. They are taken at even distances, the last step's among
+    them; the mean of the last weights is rid of the noise of small batches."""
+    tail = round(AVERAGED_SHARE * steps)
     every = max(1, tail // SNAPSHOTS)
     return max(0, tail // every - -(-(steps - 1 - step) // every))
 
 
-def ahead(step: int, steps: int, values: tuple[float, float] = AHEAD) -> float:
-    """Weight at `step` of the loss of the token after next: what is two tokens away shapes the early training, and the
-    end of the run is spent on the next token alone."""
+def mtp_weight(step: int, steps: int, values: tuple[float, float] = MTP_WEIGHT) -> float:
+    """Weight at `step` of multi-token prediction, the loss of the token after next: what is two tokens away shapes the
+    early training, and the end of the run is spent on the next token alone."""
     full, until = values
     return full * max(0.0, 1.0 - step / steps / until)

@@ -192,7 +192,7 @@ class Shape:
 
     @property
     def scaling_parameters(self) -> int:
-        """What the horizon is measured in: transformer matrices and head, no tables."""
+        """Parameters that the token budget is a multiple of: transformer matrices and head, no tables."""
         part = self.parameters()
         return part["attention"] + part["mlp"] + part["value_gates"] + part["head"]
 
@@ -242,11 +242,3 @@ class Shape:
                 "the file was written by another version"
             )
         return cls(**{**values, "value_layers": tuple(values["value_layers"])})
-
-
-# The rules by which a run is laid out, as pure functions without torch; and what `ascendchat plan` tells of them.
-#
-# shape.py is the depth dial, memory.py the bytes, batch.py the batch and the hours, schedule.py the curves: the model
-# and the training commands import these. plan/command.py is the command; only it uses hf.py, which reads foreign
-# models, plan/goals.py, which puts the three plans together, plan/command.py, which finds what would fit, and
-# plan/show.py. Nothing is imported here.

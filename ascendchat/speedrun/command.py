@@ -126,7 +126,7 @@ def run(config: SpeedrunConfig) -> int:
     recipe = read_recipe(find_recipe(config.recipe))
     recipe = replace(recipe, run=config.run or recipe.run, devices=config.devices or recipe.devices)
     if recipe.chip and not config.device_type:
-        config = replace(config, device_type=find(recipe.chip).device_type)  # type: ignore[arg-type]
+        config = replace(config, device_type=find(recipe.chip).device_type)
     wanted = select_stages(recipe, config.from_stage, config.only)
     log = run_folder(recipe.run, "speedrun.log")  # refuses a wrong name
     if config.serve and not any(trained_stage(command) for command, _ in recipe.stages):

@@ -265,19 +265,24 @@ def show_estimate(recipe: Recipe, wanted: list[bool], sets: str, missing: str = 
     print(f"{recipe.run}: {recipe.about}")
     print(f"{recipe.devices}{f' + {apart}' if apart else ''} x {chip.name}, {bytes_text(chip.memory)}\n")
     times, sizes = translate("time"), (translate("memory"), translate("disk"), translate("download"))
-    print(f"    {line(translate('stage'), times, *sizes)}".rstrip())
+    print(f"    {table_line(translate('stage'), times, *sizes)}".rstrip())
     for number, command, f in rows:
-        cells = (shown([f.seconds], of_seconds), shown([needed(command, f)]), shown([f.disk]), shown([f.download]))
-        print(f"{number + 1:>3} {line(command, *cells)} {f.about}".rstrip())
+        cells = (
+            sum_text([f.seconds], duration_text),
+            sum_text([device_memory(command, f)]),
+            sum_text([f.disk]),
+            sum_text([f.download]),
+        )
+        print(f"{number + 1:>3} {table_line(command, *cells)} {f.about}".rstrip())
     shown_estimates = [f for _, _, f in rows]
-    memories = [needed(command, f) for _, command, f in rows]
+    memories = [device_memory(command, f) for _, command, f in rows]
     largest = max((memory or 0 for memory in memories), default=0)
     sums = [
-        shown([f.seconds for f in shown_estimates], of_seconds),
-        shown([largest or (None if None in memories else 0)]),
+        sum_text([f.seconds for f in shown_estimates], duration_text),
+        sum_text([largest or (None if None in memories else 0)]),
     ]
-    sums += [shown([f.disk for f in shown_estimates]), shown([f.download for f in shown_estimates])]
-    print(f"    {line(translate('together'), *sums)}".rstrip())
+    sums += [sum_text([f.disk for f in shown_estimates]), sum_text([f.download for f in shown_estimates])]
+    print(f"    {table_line(translate('together'), *sums)}".rstrip())
     disk = sum(f.disk or 0.0 for f in shown_estimates)
     folder = next(path for path in (home(), *home().parents) if path.exists())
     free = shutil.disk_usage(folder).free
@@ -296,21 +301,21 @@ def show_estimate(recipe: Recipe, wanted: list[bool], sets: str, missing: str = 
     return 0
 
 
-def needed(command: str, estimate: _Estimate) -> int | None:
+def device_memory(command: str, estimate: _Estimate) -> int | None:
     """Memory of a device; 0 of a stage that uses none, None if unknown."""
     return estimate.memory if command in USES_DEVICES else 0
 
 
-def of_seconds(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     return span(seconds / 3600)
 
 
-def shown(values: list[float | None], text: Callable[[float], str] = bytes_text) -> str:
+def sum_text(values: list[float | None], text: Callable[[float], str] = bytes_text) -> str:
     """Format the sum of the known values, and mark unknown ones: "2.75 h + ?"."""
     total = sum(value or 0.0 for value in values)
     return " + ".join([text(total)] * bool(total) + ["?"] * (None in values)) or "-"
 
 
-def line(*cells: str) -> str:
+def table_line(*cells: str) -> str:
     """Format one line of the table."""
     return " ".join(pad(cell, width) for cell, width in zip(cells, (16, 14, 11, 11, 11)))

@@ -116,7 +116,7 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: str | Path) -> Recipe:
     """Read a recipe file, merged with the recipes that it is like."""
     merged = merge_recipes(Path(path), ())
-    stages = tuple(with_shards(parse_stages(path, merged.get("stages"), merged.get("settings"))))
+    stages = tuple(fill_shards(parse_stages(path, merged.get("stages"), merged.get("settings"))))
     devices = merged.get("devices", 1)
     if not isinstance(devices, int) or devices < 1:
         raise UserError(f"{path}: devices is a whole number from 1 on, found {devices!r}")
@@ -183,7 +183,7 @@ def check_settings(path: str | Path, command: str, settings: Settings) -> Settin
     return {name: list(value) if isinstance(value, tuple) else value for name, value in (converted | unchecked).items()}
 
 
-def with_shards(stages: list[tuple[str, Settings]]) -> list[tuple[str, Settings]]:
+def fill_shards(stages: list[tuple[str, Settings]]) -> list[tuple[str, Settings]]:
     """Replace $SHARDS by a number: the tokens that `base` takes from a set, divided by those of one file."""
     recipe = Recipe("", tuple(stages))
     base = recipe.settings_of("base") or {}

@@ -15,27 +15,26 @@ from dataclasses import replace
 import torch
 
 from ascendchat.checkpoint import Checkpoint
-from ascendchat.chips import Chip
+from ascendchat.chips import KINDS, Chip
 from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import Batches
-from ascendchat.device import Device
 from ascendchat.errors import UserError
 from ascendchat.parallel import collectives
-from ascendchat.sizes.batch import MFU, MIN_STEPS, Split, batch_for, horizon, optimizer_tokens
+from ascendchat.sizes.batch import MIN_STEPS, Split, batch_for, horizon, optimizer_tokens
 from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.shape import Shape
 from ascendchat.train.loop import until_it_fits
 from ascendchat.train.model import TrainModel
-from ascendchat.train.rows import share_out
+from ascendchat.train.rows import share_out, total_flag
 
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
 KEPT_SPEED = 0.94  # of the measured speed is what a run keeps, besides the optimizer: a warm chip, other text
 MAX_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
-LEAST_DEPTH, MAX_DEPTH = 2, 64  # that --minutes chooses
+MIN_DEPTH, MAX_DEPTH = 2, 64  # that --minutes chooses
 MAX_PARAMETERS = 14  # of such a model for a token of text
-FEW_ROWS, LEAST_ROW, MORE_STEPS = 2, 256, 1.2  # where --minutes chooses the rows: of a step; tokens; to be worth it
+FEW_ROWS, MIN_ROW, MORE_STEPS = 2, 256, 1.2  # where --minutes chooses the rows: of a step; tokens; to be worth it
 FP8_GAIN = 1.15  # what 8-bit products add to the speed
 TIME_LEFT = 1.04  # times the time of a run, besides the optimizer, is what twice its steps take
 
@@ -62,9 +61,10 @@ def token_budget(config: BaseConfig, shape: Shape) -> int:
     return config.tokens or horizon(shape, config.target_param_data_ratio)
 
 
-def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, total: int) -> tuple[Split, int]:
+def steps_of(config: BaseConfig, shape: Shape, learner: TrainModel, tokens: int, total: int) -> tuple[Split, int]:
     """Split `total` tokens a step, or the batch of the flags, over the devices; also the steps over `tokens`."""
-    split = share_out(config, shape, device, config.total_batch_size or total)
+    given = config.total_batch_size
+    split = share_out(config, shape, learner.device, given or total, given=total_flag(given), packaged=learner.packaged)
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 
@@ -93,7 +93,7 @@ def passes(corpora: Corpora, tokens: int) -> float:
 def expected_token_budget(config: BaseConfig, shape: Shape, chip: Chip) -> int:
     """Tokens that fit in --minutes by the chip's data sheet."""
     speed, world = (
-        chip.flops * MFU[chip.device_type] * (FP8_GAIN if config.fp8 and chip.fp8 else 1.0),
+        chip.flops * KINDS[chip.device_type].mfu * (FP8_GAIN if config.fp8 and chip.fp8 else 1.0),
         collectives.world(),
     )
     chips = world.nodes if chip.device_type == "cpu" else world.size  # ranks of a machine share its cores
@@ -106,7 +106,7 @@ def depth_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> int:
     14 parameters for a token of text (docs/log.md); beyond that nothing was tried."""
     vocab, whole = corpora[0][0].vocab_size, int(MAX_PASSES / passes(corpora, 1))
     best = 0
-    for depth in range(LEAST_DEPTH, MAX_DEPTH + 1):
+    for depth in range(MIN_DEPTH, MAX_DEPTH + 1):
         try:
             shape = shape_of(config, vocab, depth)
         except UserError:  # --head-dim or --kv-heads are for other widths
@@ -118,7 +118,7 @@ def depth_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> int:
         if best and (large or not fits or needed > expected_token_budget(config, shape, chip)):
             break
         best = depth
-    return best or LEAST_DEPTH
+    return best or MIN_DEPTH
 
 
 def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, in
         tokens, total = timed(fits, corpora, row, optimizer_tokens(shape))
         return fits, tokens / total
 
-    while free and row > LEAST_ROW:
+    while free and row > MIN_ROW:
         (fits, steps), (_, more) = seen(row), seen(row // 2)
         if fits >= MIN_STEPS * max(FEW_ROWS, collectives.world().size) * row or more < MORE_STEPS * steps:
             break
@@ -195,7 +195,7 @@ def plan_run(
     """Batch and steps: from the flags, or from the speed that was measured for --minutes."""
     shape, device = learner.model.shape, learner.device
     tokens = token_budget(config, shape)
-    split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
+    split, steps = steps_of(config, shape, learner, tokens, batch_for(tokens, shape.seq_len))
     if config.minutes is None:
         return split, steps
     total_batch = split.total if config.total_batch_size or config.gradient_accumulation_steps else None
@@ -206,8 +206,8 @@ def plan_run(
         arguments = corpora, shape.seq_len, optimizer_tokens(shape), total_batch
         if total_batch is None:
             tokens, total = timed(expected_token_budget(config, shape, device.chip), *arguments)
-            split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
+            split, _ = steps_of(config, shape, learner, tokens, total)  # likely that of the run: compiled only once
         tokens, total = timed(measured_token_budget(config, learner, corpora, split, say), *arguments)
     if total_batch is None:
-        return steps_of(config, shape, device, tokens, total)
+        return steps_of(config, shape, learner, tokens, total)
     return split, config.num_iterations or max(1, round(tokens / total_batch))

@@ -20,10 +20,8 @@ from ascendchat.data.chat.preview import colours, preview_mixture
 from ascendchat.data.chat.template import render_prompt
 from ascendchat.data.mixture import Batches, absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
-from ascendchat.device import Device
 from ascendchat.engine.request import Sampling, prompt_room
-from ascendchat.models.open import open_tokenizer, settings_of, tokenizer_folder
-from ascendchat.models.trained import HFSource
+from ascendchat.models.open import ModelSource
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
@@ -42,10 +40,11 @@ from ascendchat.train.rows import (
     row_facts,
     row_identity,
     share_out,
+    total_flag,
 )
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer, updates_of
-from ascendchat.train.start import only_weights, starting_point
+from ascendchat.train.start import initial_checkpoint, only_weights
 
 WARMDOWN = {"mid": 1.0, "sft": 0.5}  # share of the run that lowers the learning rate
 TEXT_TOKENS = 1_000_000  # of each text's validation split
@@ -60,25 +59,25 @@ def chat_stage(
     mixture: ChatMixture,
     tokenizer: Tokenizer,
     config: ChatTrainConfig,
-    origin: Checkpoint | HFSource,
+    origin: ModelSource,
 ) -> RowStage:
-    """Cross-entropy on the assistant's tokens of packed conversations."""
+    """Put together the stage of cross-entropy on the assistant's tokens of packed conversations."""
     usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN.get(name, 1.0), final=0.0)
-    learning, over_run = learning_rates(config, learner.model.shape, split.total), curve(config, steps, usual)
+    lrs, lr_curve = learning_rates(config, learner.model.shape, split.total), curve(config, steps, usual)
 
     def rates(step: int) -> dict[str, float]:
-        momentum = schedule.momentum(step, steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=over_run.warmdown)
-        return {**pretraining_rates(step, steps=steps, curve=over_run), "momentum": momentum}
+        momentum = schedule.momentum(step, steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=lr_curve.warmdown)
+        return {**pretraining_rates(step, steps=steps, curve=lr_curve), "momentum": momentum}
 
     return RowStage(
         learner,
         split,
         steps,
         batches=partial(Batches, mixture.sources),
-        optimizer=optimizer_for(learner, learning),
+        optimizer=optimizer_for(learner, lrs),
         rates=rates,
         identity=chat_identity(name, learner, split, steps, mixture, tokenizer, config, origin),
-        facts=row_facts(learner, split, learning, over_run),
+        facts=row_facts(learner, split, lrs, lr_curve),
         evaluation=chat_evaluation(learner, tokenizer, mixture),
     )
 
@@ -91,7 +90,7 @@ def chat_identity(
     mixture: ChatMixture,
     tokenizer: Tokenizer,
     config: ChatTrainConfig,
-    origin: Checkpoint | HFSource,
+    origin: ModelSource,
 ) -> dict[str, Any]:
     """Stage.identity of training on conversations."""
     start = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
@@ -100,7 +99,7 @@ def chat_identity(
 
 
 def chat_evaluation(learner: TrainModel, tokenizer: Tokenizer, mixture: ChatMixture) -> Evaluation:
-    """Loss on held-out replies; bits per byte of the texts in the mixture that have a validation split."""
+    """Validate by the loss of held-out replies, and by bits per byte of the texts that have a validation split."""
 
     def evaluate(rows: int) -> dict[str, float]:
         replies = reply_loss(learner, mixture.validation, rows)
@@ -124,27 +123,28 @@ def begin_from(origin: Checkpoint, optimizer: Optimizer, warm: bool) -> None:
     optimizer.load(read if warm else only_weights(read), updates_of(origin) if warm else 0)
 
 
-def batch_and_steps(config: ChatTrainConfig, shape: Shape, device: Device, rows: int) -> tuple[Split, int]:
+def batch_and_steps(config: ChatTrainConfig, shape: Shape, learner: TrainModel, rows: int) -> tuple[Split, int]:
     """Batch, and steps for `epochs` over all rows."""
     total = config.total_batch_size or batch_for(int(rows * shape.seq_len * config.epochs), shape.seq_len)
     if config.target_examples_per_step:
         total = config.target_examples_per_step * shape.seq_len
-    split = share_out(config, shape, device, total)
+    given = total_flag(config.total_batch_size, config.target_examples_per_step)
+    split = share_out(config, shape, learner.device, total, given=given, packaged=learner.packaged)
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
 
-def run_stage(config: ChatTrainConfig, name: StageName) -> int:
+def run_stage(config: MidConfig | SftConfig, name: StageName) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
     with training_context(config) as here:
-        origin = starting_point(config, name, here.say)
+        origin = initial_checkpoint(config, name, here.say)
         here.say(f"starting from {origin.folder}")
-        shape = Shape.from_dict(origin.state["shape"])
-        folder = tokenizer_folder(config.tokenizer, origin).resolve()
+        shape = origin.shape
+        folder = Path(config.tokenizer or origin.tokenizer_folder).resolve()
         listed = listed_data(config.data, config.dataset_dir, knows)
-        data = absolute(listed or default_data(name, settings_of(origin).get("data") or (), config.source))
+        data = absolute(listed or default_data(name, origin.settings.get("data") or (), config.source))
         config = replace(config, tokenizer=str(folder), data=data)  # what later commands look up
-        tokenizer = open_tokenizer(folder, origin, shape)
+        tokenizer = origin.load_tokenizer(folder)
         if config.max_seq_len and config.max_seq_len != shape.seq_len:
             shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
         seed, source, find, say = config.seed, config.source, here.main, here.say
@@ -159,10 +159,10 @@ def run_stage(config: ChatTrainConfig, name: StageName) -> int:
                 say(text)
             return 0
         learner = build(config, shape, here)  # before the batch is planned: it knows what is kept
-        split, steps = batch_and_steps(config, shape, here.device, mixture.per_epoch)
+        split, steps = batch_and_steps(config, shape, learner, mixture.per_epoch)
         stage = chat_stage(name, learner, split, steps, mixture, tokenizer, config, origin)
         if not saved:
-            begin_from(origin, stage.optimizer, config.warm_start)
+            begin_from(origin, stage.optimizer, config.load_optimizer)
 
         def add_files(run: Path) -> None:
             tokenizer.save(run / "tokenizer")  # a model without its tokenizer is lost

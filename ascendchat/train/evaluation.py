@@ -17,8 +17,8 @@ from ascendchat.data.mixture import Batches, RowSource
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Generator, Request, Sampling
-from ascendchat.eval import core
 from ascendchat.eval.bits import corpus_bits
+from ascendchat.eval.core_benchmark import CoreTask, score_tasks
 from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
 from ascendchat.nn import IGNORE
 from ascendchat.parallel import collectives
@@ -90,11 +90,11 @@ def reply_loss(learner: TrainModel, validation: Sequence[RowSource], rows: int) 
 
 
 def core_metrics(
-    learner: TrainModel, tokenizer: Tokenizer, tasks: Sequence[core.CoreTask], most: int | None, rows: int
+    learner: TrainModel, tokenizer: Tokenizer, tasks: Sequence[CoreTask], most: int | None, rows: int
 ) -> dict[str, float]:
     """CORE over the complete tasks, and over all of them where some are subsets; `most` rows of each task."""
     scorer, length = model_scorer(learner, tokenizer, rows), learner.model.shape.seq_len
-    report = core.score_tasks(tasks, scorer, tokenizer, max_len=length, max_per_task=most, say=lambda text: None)
+    report = score_tasks(tasks, scorer, tokenizer, max_len=length, max_per_task=most, say=lambda text: None)
     whole, every = report.mean(subsets=False), report.mean(subsets=True)
     scores = {"core": whole, "core_with_subsets": None if every == whole else every}
     return {name: score for name, score in scores.items() if score is not None}

@@ -20,23 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat.checkpoint import UNWRITTEN, Checkpoint, to_continue
-from ascendchat.config import NotSaved
+from ascendchat.checkpoint import UNWRITTEN, to_continue
+from ascendchat.config import flags_set
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
 from ascendchat.data.chat.preview import colours, preview_mixture
 from ascendchat.data.mixture import Batches, absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
-from ascendchat.errors import UserError
+from ascendchat.errors import NotSaved, UserError
 from ascendchat.models.export import export, export_adapter
+from ascendchat.models.hf_checkpoint import CONFIG_FOLDER
+from ascendchat.models.jinja_template import ChatTemplate
 from ascendchat.models.lora import LoraSettings, adapter_weights
+from ascendchat.models.open import ModelSource, TrainableModel
 from ascendchat.models.quantize import check_packing
 from ascendchat.models.shape import HFShape
-from ascendchat.models.template import ChatTemplate
 from ascendchat.models.tokenizer import HFTokenizer
-from ascendchat.models.trained import BESIDE, HFSource
-from ascendchat.nn.attention import choose
 from ascendchat.nn.optim import Group, adamw_groups, muon_groups
 from ascendchat.parallel.context import Context
 from ascendchat.runs.run import run_folder
@@ -50,45 +50,45 @@ from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.tasks.pairs import PairMixture
 from ascendchat.train.chat import chat_evaluation, chat_identity
 from ascendchat.train.evaluation import Evaluation, reply_loss
-from ascendchat.train.model import TrainModel, optimizer_for, say_package
+from ascendchat.train.model import TrainModel, optimizer_for
 from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
-from ascendchat.train.rows import RowStage, curve, learning_rates, row_facts, seeder, share_out
+from ascendchat.train.rows import RowStage, curve, learning_rates, row_facts, seeder, share_out, total_flag
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
-from ascendchat.train.start import Beginning, Theirs, begin_with_ours, check_output, open_start, start_of
+from ascendchat.train.start import InitialModel, check_output, from_checkpoint, from_hf, hf_source, kept, learner_of
 
 FEW_STEPS = 100  # a step takes fewer rows where the run would have fewer steps than this
 FULL_RATE, LORA_RATE, MUON_RATE = 1e-5, 1e-4, 1e-3
-NOT_HERE = "warm_start", "warmdown_ratio", "embedding_lr", "unembedding_lr", "scalar_lr"  # of our own models
 OWN_FACTOR = 0.05  # on the rates of pretraining, for pairs
 LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora"
 
 
 def finetune_stage(
-    learner: TrainModel, split: Split, steps: int, mixture: ChatMixture, config: FinetuneConfig, theirs: Theirs
+    learner: TrainModel, split: Split, steps: int, mixture: ChatMixture, config: FinetuneConfig, theirs: TrainableModel
 ) -> RowStage:
-    """Cross-entropy on the assistant's tokens, by a model that somebody else has trained."""
+    """Put together the stage of cross-entropy on the assistant's tokens, for a Hugging Face model."""
     tokenizer, model, lora = theirs.tokenizer, theirs.model, theirs.lora
-    learning = learning_rates(config, model.shape, split.total)
-    over_run = curve(config, steps, Curve(warmup=min(20, steps // 10), warmdown=1.0, final=0.0))
+    lrs = learning_rates(config, model.shape, split.total)
+    lr_curve = curve(config, steps, Curve(warmup=min(20, steps // 10), warmdown=1.0, final=0.0))
     if config.muon:
-        groups = muon_groups(model, learning["all"], config.matrix_lr or MUON_RATE, config.weight_decay)
+        groups = muon_groups(model, lrs["all"], config.matrix_lr or MUON_RATE, config.weight_decay)
     else:
-        groups = adamw_groups(model, learning["all"], config.weight_decay)
-    identity = chat_identity("hf", learner, split, steps, mixture, tokenizer, config, theirs.origin)
-    # Where ranks share the weights out, they would not take part in generation and scoring equally often.
-    alone = chat_evaluation(learner, tokenizer, mixture)
-    shared = Evaluation(partial(reply_loss, learner, mixture.validation))
+        groups = adamw_groups(model, lrs["all"], config.weight_decay)
+    identity = chat_identity("hf", learner, split, steps, mixture, tokenizer, config, theirs.source)
+    if theirs.mesh is None:
+        evaluation = chat_evaluation(learner, tokenizer, mixture)
+    else:  # ranks that gather weights layer by layer would not take part in samples and bits per byte equally often
+        evaluation = Evaluation(partial(reply_loss, learner, mixture.validation))
     stage = RowStage(
         learner,
         split,
         steps,
         batches=partial(Batches, mixture.sources),
-        optimizer=finetuning_optimizer(learner, learning, groups, theirs),
-        rates=partial(finetuning_rates, steps=steps, curve=over_run, config=config),
+        optimizer=finetuning_optimizer(learner, lrs, groups, theirs),
+        rates=partial(finetuning_rates, steps=steps, curve=lr_curve, config=config),
         identity={**identity, **adapter_identity(config, theirs), "optimizer": "muon" if config.muon else "adamw"},
-        facts=row_facts(learner, split, learning, over_run),
-        evaluation=shared if theirs.mesh else alone,
+        facts=row_facts(learner, split, lrs, lr_curve),
+        evaluation=evaluation,
         reseed=seeder(learner, config.seed) if config.lora_dropout else None,
         weights=partial(trained_weights, theirs, learner.device.dtype),
     )
@@ -106,7 +106,7 @@ def finetuning_rates(step: int, *, steps: int, curve: Curve, config: FinetuneCon
     return rates
 
 
-def adapter_identity(config: FinetuneConfig, theirs: Theirs) -> dict[str, Any]:
+def adapter_identity(config: FinetuneConfig, theirs: TrainableModel) -> dict[str, Any]:
     """The part of Stage.identity that all fine-tuning has."""
     lora = theirs.lora.to_dict() if theirs.lora else None
     return {"packing": None if config.packing else False, "bits": config.bits, "lora": lora}
@@ -142,7 +142,7 @@ def run(config: FinetuneConfig) -> int:
             theirs.add_files(run)
             report_overlaps(mixture.overlaps, run, say)
 
-        facts = {**stage.facts, "start": str(theirs.origin.folder), "trained_parameters": stage.trained}
+        facts = {**stage.facts, "start": str(theirs.source.folder), "trained_parameters": stage.trained}
         status = train_stage(stage, here, config, folder, saved, title="finetune", facts=facts, add_files=add_files)
         if status == 0 and config.output_dir:
             write_model(theirs, folder, out, here)
@@ -151,24 +151,24 @@ def run(config: FinetuneConfig) -> int:
 
 def learn_pairs(config: FinetuneConfig) -> int:
     """`--stage dpo`, `orpo` or `simpo`; see preference.py."""
-    for name in ("muon", "lora_dropout"):
-        if getattr(config, name):
-            raise UserError(f"--{name.replace('_', '-')} is for --stage sft; leave it out")
+    for flag in flags_set(config, ("muon", "lora_dropout")):
+        raise UserError(f"{flag} is for --stage sft; leave it out")
     if config.attend == "row":
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
     with finetuning_context(config) as here:
         config = replace(config, attend="document")
-        if start_of(config, here) is None and config.start and not config.lora:  # a model of our own
-            for name in ("output_dir", "shard"):
-                if getattr(config, name):
-                    raise UserError(f"--{name.replace('_', '-')} is for models of Hugging Face; leave it out")
+        if hf_source(config, here) is None and config.start and not config.lora:  # a model of our own
+            for flag in flags_set(config, ("output_dir", "shard")):
+                raise UserError(f"{flag} is for models of Hugging Face; leave it out")
             factor = OWN_FACTOR if config.lr_multiplier == 1.0 else config.lr_multiplier
-            return train_pairs(begin_with_ours(replace(config, lr_multiplier=factor), here, "rl"), here)
+            return train_pairs(from_checkpoint(replace(config, lr_multiplier=factor), here, "rl"), here)
         theirs = open_theirs(config, here)
         name = config.run or run_name(config, theirs)
         folder, out = run_folder(name, "hf"), Path(config.output_dir).expanduser()
         learner = learner_of(theirs, config, here)
-        begin = Beginning(learner, theirs.tokenizer, theirs.origin, replace(config, run=name), name, theirs.add_files)
+        begin = InitialModel(
+            learner, theirs.tokenizer, theirs.source, replace(config, run=name), name, theirs.add_files
+        )
         status = train_pairs(begin, here, partial(pair_stage, theirs))
         if status == 0 and config.output_dir and not config.preview:
             write_model(theirs, folder, out, here)
@@ -176,7 +176,7 @@ def learn_pairs(config: FinetuneConfig) -> int:
 
 
 def pair_stage(
-    theirs: Theirs,
+    theirs: TrainableModel,
     method: str,
     learner: TrainModel,
     split: Split,
@@ -184,11 +184,11 @@ def pair_stage(
     mixture: PairMixture,
     tokenizer: Tokenizer,
     config: FinetuneConfig,
-    origin: Checkpoint | HFSource,
+    origin: ModelSource,
 ) -> PreferenceStage:
     """Pairs, with adapters or weights that ranks share out."""
-    learning = learning_rates(config, theirs.model.shape, split.total)
-    groups = adamw_groups(theirs.model, learning["all"], config.weight_decay or 0.0)
+    lrs = learning_rates(config, theirs.model.shape, split.total)
+    groups = adamw_groups(theirs.model, lrs["all"], config.weight_decay or 0.0)
     return PreferenceStage(
         method,
         learner,
@@ -198,24 +198,24 @@ def pair_stage(
         tokenizer,
         config,
         origin,
-        optimizer=finetuning_optimizer(learner, learning, groups, theirs),
+        optimizer=finetuning_optimizer(learner, lrs, groups, theirs),
         identity=adapter_identity(config, theirs),
         weights=partial(trained_weights, theirs, learner.device.dtype),
     )
 
 
 def finetuning_optimizer(
-    learner: TrainModel, learning: dict[str, float], groups: list[Group], theirs: Theirs
+    learner: TrainModel, lrs: dict[str, float], groups: list[Group], theirs: TrainableModel
 ) -> Optimizer:
     """The optimizer of whole weights, or of those that ranks share out."""
     if theirs.mesh is None:
-        return optimizer_for(learner, learning, groups)
+        return optimizer_for(learner, lrs, groups)
     from ascendchat.nn.sharded import ShardedAdamW
 
     return ShardedAdamW(theirs.model, groups, theirs.mesh, fused=learner.device.chip.fused_adamw)
 
 
-def trained_weights(theirs: Theirs, dtype: torch.dtype) -> dict[str, Tensor]:
+def trained_weights(theirs: TrainableModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights for a checkpoint: of the adapters, or all. Every rank calls it."""
     model = theirs.model
     weights = adapter_weights(model) if theirs.lora else dict(model.state_dict())
@@ -235,17 +235,14 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
         raise UserError("name the pairs to learn from: --data FILE with the columns prompt, chosen and rejected")
     if not config.data:
         raise UserError("name what to learn: --data FILE of conversations, or a set such as smoltalk")
-    for name in NOT_HERE:
-        if getattr(config, name):
-            raise UserError(f"--{name.replace('_', '-')} is of our own models (`ascendchat sft`); leave it out")
     check_numbers(config)
     lora = config.lora or config.qlora or config.finetuning_type == "lora"
     bits = 4 if config.qlora else config.bits
     if bits:
         check_bits(lora, config.shard)
-    lora_flags = [name for name in LORA_ONLY if getattr(config, name)]
+    lora_flags = flags_set(config, LORA_ONLY)
     if lora_flags and not lora:
-        raise UserError(f"--{lora_flags[0].replace('_', '-')} belongs to LoRA; add --lora, or leave it out")
+        raise UserError(f"{lora_flags[0]} belongs to LoRA; add --lora, or leave it out")
     if config.bf16 and config.fp16:
         raise UserError("bf16 and fp16 exclude each other; give one of them")
     if config.muon and config.shard:
@@ -295,14 +292,14 @@ def lora_settings(config: FinetuneConfig) -> LoraSettings | None:
     )
 
 
-def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
+def open_theirs(config: FinetuneConfig, here: Context) -> TrainableModel:
     """Open the model of --model, with its adapters, on the device."""
     if config.lr_multiplier != 1.0:
         raise UserError("--lr-multiplier is of our own models (`ascendchat sft`); give --learning-rate")
     if config.bits:
         check_bits_on(here.device.chip)
         check_packing(here.place, here.device.dtype)
-    theirs = open_start(config, here, lora_settings(config))
+    theirs = from_hf(config, here, lora_settings(config))
     if theirs is None:
         raise UserError(
             f"{config.start} is no Hugging Face model; models of our own are trained by `ascendchat sft --start "
@@ -310,10 +307,10 @@ def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
         )
     if theirs.tokenizer.template is None:
         raise UserError(
-            f"{theirs.origin.folder} has no chat template, so nobody knows how it wants conversations written; take "
+            f"{theirs.source.folder} has no chat template, so nobody knows how it wants conversations written; take "
             "its Instruct version, or put a chat_template.jinja into its folder"
         )
-    here.say(f"starting from {theirs.origin.folder}")
+    here.say(f"starting from {theirs.source.folder}")
     theirs = replace(theirs, tokenizer=theirs.tokenizer.thinking(config.enable_thinking))
     say_thoughts(theirs.tokenizer.template, here.say)
     say_ends(theirs.tokenizer, here.say)
@@ -356,21 +353,11 @@ def say_ends(tokenizer: HFTokenizer, say: Callable[[str], None]) -> None:
         )
 
 
-def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> TrainModel:
-    """Choose the attention kernel and wrap the model for training."""
-    device = here.device
-    kernel, why = choose(device.type, device.dtype, theirs.model.shape.head_dim, config.attention)
-    here.say(why)
-    learner = TrainModel(theirs.model, kernel, device, here.place, by_document=config.attend == "document")
-    say_package(learner, here)
-    return learner
-
-
-def run_name(config: FinetuneConfig, theirs: Theirs) -> str:
+def run_name(config: FinetuneConfig, theirs: TrainableModel) -> str:
     """Default of --run."""
     if config.output_dir:
         return re.sub(r"[^\w.+=@-]+", "-", config.output_dir).strip("-.") or "finetuned"
-    return f"{theirs.name}-{'lora' if theirs.lora else config.stage}"
+    return f"{theirs.source.name}-{'lora' if theirs.lora else config.stage}"
 
 
 def located(names: Sequence[str], config: FinetuneConfig, say: Callable[[str], None]) -> tuple[str, ...]:
@@ -379,7 +366,7 @@ def located(names: Sequence[str], config: FinetuneConfig, say: Callable[[str], N
     return absolute(listed_data(names, config.dataset_dir, knows, usual=USUAL_DIR, say=say))
 
 
-def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixture:
+def open_data(config: FinetuneConfig, theirs: TrainableModel, here: Context) -> ChatMixture:
     """Open the rows to train on and those to validate on."""
     seq_len, tokenizer = theirs.model.shape.seq_len, theirs.tokenizer
     mixture = open_chat_mixture(
@@ -407,7 +394,8 @@ def batch_and_steps(config: FinetuneConfig, shape: HFShape, here: Context, rows:
     elif not total and config.device_batch_size:
         total = config.device_batch_size * (config.gradient_accumulation_steps or 1) * devices * shape.seq_len
     usual = min(FINETUNE_ROWS, max(1, int(rows * config.epochs) // FEW_STEPS))
-    split = share_out(config, shape, here.device, total or usual * shape.seq_len)
+    given = total_flag(config.total_batch_size, config.target_examples_per_step)
+    split = share_out(config, shape, here.device, total or usual * shape.seq_len, given=given, held=kept(config))
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
@@ -421,14 +409,14 @@ def first_loss(stage: RowStage) -> float:
     return loss
 
 
-def write_model(theirs: Theirs, folder: Path, out: Path, here: Context) -> None:
+def write_model(theirs: TrainableModel, folder: Path, out: Path, here: Context) -> None:
     """Write the trained model as a Hugging Face or peft folder, unless it is there already. Every rank calls it."""
     weights = trained_weights(theirs, here.device.dtype)
     if not here.main or (out.exists() and any(out.iterdir())):
         return
     try:
         if theirs.lora:
-            export_adapter(folder / BESIDE, weights, out)
+            export_adapter(folder / CONFIG_FOLDER, weights, out)
         else:
             export(theirs.model, theirs.tokenizer, out, weights)
     except (*UNWRITTEN, UserError) as error:  # the last: where a draft cannot even begin

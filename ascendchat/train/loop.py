@@ -30,7 +30,7 @@ from ascendchat.errors import OutOfMemory, UserError
 from ascendchat.parallel import collectives
 from ascendchat.processes import SMALLER
 from ascendchat.runs.console import Console, Smooth, Telemetry, eta, speed
-from ascendchat.runs.run import Run, notice
+from ascendchat.runs.run import Run, old_models_notice
 from ascendchat.train.profile import Profiler
 from ascendchat.train.signals import Interrupted, StopSignals
 from ascendchat.train.stage import Correction, Stage
@@ -324,7 +324,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         writer.wait()
         if result.step == stage.steps:
             writer.forget_earlier()
-        elif sentence := notice(run.folder):
+        elif sentence := old_models_notice(run.folder):
             console.print(sentence)
     gc.unfreeze()
     return result

@@ -6,7 +6,7 @@ learner.forward_backward(batch, weight)                  # gradients are added t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import Batch
 from ascendchat.device import Device
 from ascendchat.errors import UserError
-from ascendchat.nn.attention import Attention, Flash, choose, dense, documents
+from ascendchat.nn.attention import Attention, choose, dense, documents
 from ascendchat.nn.fp8 import Fp8Head, Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps
 from ascendchat.nn.loss import HeadProducts, head_loss, token_nats
@@ -45,7 +45,7 @@ def say(sentence: str) -> None:
 
 
 class _Graph(NamedTuple):
-    """A captured micro-batch."""
+    """A micro-batch captured as one graph: a small model computes faster than the host launches its operators."""
 
     shape: torch.Size  # (B, T) of its tokens
     replay: Callable[..., Tensor]
@@ -77,14 +77,15 @@ class TrainModel(Generic[_Model]):
         eight = isinstance(getattr(model, "ops", None), Fp8Ops)
         self.products = Fp8Head(partial(device.compile, dynamic=False)) if eight else HeadProducts
         self._graph: _Graph | None = None
-        self._first, self._keeps = True, True
+        self._first = True  # no micro-batch was seen yet: the next one may be captured
+        self._keeps = True  # gradients are kept for an optimizer
 
     @property
     def packaged(self) -> list[str]:
         """Parts of the model that optional packages compute here."""
         ops, kernel = getattr(self.model, "ops", None), self.kernel
         used = {
-            "attention": isinstance(kernel, Flash) and kernel.packaged >= self.model.shape.head_dim,
+            "attention": kernel.packaged >= self.model.shape.head_dim,
             "mlp": isinstance(ops, PlainOps) and ops.whole_mlp is not None,
         }
         return [part for part in used if used[part]]
@@ -135,19 +136,19 @@ class TrainModel(Generic[_Model]):
         )
 
     def forward_backward(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
-        """`loss`, without its autograd graph; its gradients are added up.
+        """Add up the gradients of `loss`; returns it, detached.
 
-        The first call captures all this as one graph, where that pays, and leaves gradients without meaning: it is for
-        the dry run. Micro-batches of another size are launched operator by operator.
+        The first call, that of the dry run, captures both passes as one graph where that pays. Capturing runs them
+        several times, so its gradients are to be zeroed. Micro-batches of another size are launched operator by
+        operator.
         """
         if self._first and self.captures(len(batch.inputs)):
             self._graph = self._capture(batch, weight, mtp_weight)
         self._first = False
         if self._graph is None or batch.inputs.shape != self._graph.shape:
             return self._eager(batch, weight, mtp_weight)
-        return self._graph.replay(
-            *_present(batch.inputs, batch.targets, weight, mtp_weight)
-        ).clone()  # it is overwritten
+        loss = self._graph.replay(*_present(batch.inputs, batch.targets, weight, mtp_weight))
+        return loss.clone()  # the next replay writes to the same memory
 
     def _eager(self, batch: MicroBatch, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
         loss = self.loss(batch, weight, mtp_weight)
@@ -164,15 +165,15 @@ class TrainModel(Generic[_Model]):
         if not able or not isinstance(model, GPT) or collectives.world().size > 1:
             return False
         same = not self.by_document and not model.dropout and not device.scaling.needed
-        return same and short(model.shape, device.chip, rows, model.checkpoint_activations)
+        return same and short(model.shape, device.chip, rows, model.checkpoint_activations, self.packaged)
 
     def _capture(self, like: MicroBatch, weight: Tensor, mtp_weight: Tensor | None) -> _Graph | None:
-        """One graph of forward and backward pass for micro-batches of the size of `like`."""
+        """Capture forward and backward pass for micro-batches of the size of `like`."""
 
         def run(inputs: Tensor, targets: Tensor, weight: Tensor, mtp_weight: Tensor | None = None) -> Tensor:
             return self._eager(replace(like, inputs=inputs, targets=targets), weight, mtp_weight)
 
-        self.device.release()  # blocks that other work has left would lack here
+        self.device.release()  # a graph has memory of its own and cannot use cached blocks
         static = [tensor.clone() for tensor in _present(like.inputs, like.targets, weight, mtp_weight)]
         try:
             return _Graph(like.inputs.shape, self.device.graph(run, *static))
@@ -225,11 +226,12 @@ def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -
     mlp, said = device.packaged_mlp(shape.dim, shape.mlp_dim) if packaged else (None, None)
     if said:
         here.say(said)
-    device.chip = replace(device.chip, fused_mlp=mlp is not None)  # for the memory plan
     return device.operators() or PlainOps(heads, mlp)
 
 
-def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True) -> TrainModel[GPT]:
+def build(
+    config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True, dropout: float = 0.0
+) -> TrainModel[GPT]:
     """Make model and kernel; weights are drawn on the host, so every device starts alike. `packaged`: False where
     values computed with gradients are compared with values computed without, which a package rounds otherwise."""
     device = here.device
@@ -242,7 +244,7 @@ def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = T
             "with every batch; train without compiling (--no-compile), or over whole rows (--attend row)"
         )
     here.say("a token sees its own document only" if by_document else "a token sees the whole row before it")
-    ops, dropout = operators(config, shape, here, packaged), getattr(config, "dropout", 0.0)
+    ops = operators(config, shape, here, packaged)
     model = GPT(shape, ops, checkpoint_activations=config.activation_checkpointing, dropout=dropout)
     model.initialise(config.seed)
     place = here.place
@@ -253,11 +255,8 @@ def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = T
 
 def say_package(learner: TrainModel, here: Context) -> None:
     """Say whether an optional package computes attention over rows, and if not, why."""
-    if isinstance(learner.kernel, Flash):
-        from ascendchat.device.cuda_attention import notice
-
-        if said := notice(learner.place, learner.model.shape.head_dim):
-            here.say(said)
+    if said := learner.kernel.notice(learner.model.shape.head_dim):
+        here.say(said)
 
 
 def optimizer_for(learner: TrainModel, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
@@ -279,15 +278,13 @@ def random_micro_batch(learner: TrainModel, split: Split, seed: int = 0) -> Micr
     return MicroBatch(inputs, targets, np.full(split.rows, split.seq_len, np.int32), split.total)
 
 
-# A small model has done a micro-batch before the host has launched it, so a short one is captured as one graph.
-
 SHORT = 0.01  # seconds at the chip's peak; a longer micro-batch hides its launches (docs/log.md)
 
 
-def short(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> bool:
+def short(shape: Shape, chip: Chip, rows: int, checkpointing: bool, packaged: Collection[str] = ()) -> bool:
     """True if a micro-batch is short, by its time at the chip's peak, and has room in a graph, which keeps its
     activations beside those of work outside of it."""
-    held = training(shape, chip, 1, rows, checkpointing)
+    held = training(shape, chip, 1, rows, checkpointing, packaged)
     twice = sum(held.values()) + held["activations"] + held["logits"] + held["workspace"]
     seconds = rows * shape.seq_len * shape.train_flops_per_token / chip.peak if chip.peak else SHORT
     return seconds < SHORT and twice <= usable(chip)

@@ -25,7 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ascendchat.checkpoint import UNWRITTEN, Checkpoint, Damaged, read_file, to_continue, write_weights
+from ascendchat.checkpoint import UNWRITTEN, Damaged, read_file, to_continue, write_weights
+from ascendchat.config import flags_set, spelling
 from ascendchat.config.finetune import FinetuneConfig, PreferenceOptions
 from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
 from ascendchat.data.chat.pairs import PairBatch, PairBatches
@@ -36,8 +37,8 @@ from ascendchat.device import Device
 from ascendchat.engine.padding import to_device
 from ascendchat.errors import UserError
 from ascendchat.files import flush, sha256, write_atomic
+from ascendchat.models.open import ModelSource
 from ascendchat.models.shape import HFShape
-from ascendchat.models.trained import HFSource
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.logprobs import Drawn, Float32Readout, learnt_logprobs
 from ascendchat.nn.preference import Pairs, Preference, Weights, preference, sequence_sums
@@ -58,10 +59,11 @@ from ascendchat.train.rows import (
     row_facts,
     row_identity,
     share_out,
+    total_flag,
 )
 from ascendchat.train.run import train_stage
 from ascendchat.train.stage import Loss, Optimizer
-from ascendchat.train.start import Beginning, check_output, only_weights
+from ascendchat.train.start import InitialModel, check_output, kept
 
 BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 GAMMA = 0.5
@@ -73,7 +75,6 @@ TAKEN_BY = {  # which losses use a number of PreferenceOptions
 RATES = {"dpo": 1e-6, "orpo": 5e-6, "simpo": 1e-6}  # of all weights of a Hugging Face model
 ADAPTER_RATE = 5e-6
 PAIRS_PER_STEP, FEW_STEPS = 32, 100  # fewer pairs where the run would have fewer steps
-NOT_HERE = "warm_start", "source"  # flags of mid and sft without a meaning here
 _Config = TypeVar("_Config", bound=FinetuneConfig)
 
 
@@ -90,9 +91,9 @@ def check_numbers(config: FinetuneConfig) -> None:
     """Refuse a hyperparameter that the loss would not use."""
     method = method_of(config)
     for name, losses in TAKEN_BY.items():
-        if getattr(config, name) and method not in losses:
+        if flags_set(config, [name]) and method not in losses:
             raise UserError(
-                f"--{name.replace('_', '-')} is used by --stage {'|'.join(losses)}, not by {method}; leave it out, "
+                f"{spelling(name)} is used by --stage {'|'.join(losses)}, not by {method}; leave it out, "
                 "or choose such a stage"
             )
 
@@ -135,7 +136,7 @@ class PreferenceStage(RowStage):
         mixture: PairMixture,
         tokenizer: Tokenizer,
         config: FinetuneConfig,
-        origin: Checkpoint | HFSource,
+        origin: ModelSource,
         *,
         optimizer: Optimizer | None = None,
         identity: Mapping[str, Any] | None = None,
@@ -149,16 +150,16 @@ class PreferenceStage(RowStage):
         shape = learner.model.shape
         readout = Float32Readout(learner.model.head.dtype, learner.place)
         self.distribution = Drawn(shape.vocab, softcap=learner.model.softcap, readout=readout)
-        learning = learning_rates(config, shape, split.total)
-        over_run = curve(config, steps, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
+        lrs = learning_rates(config, shape, split.total)
+        lr_curve = curve(config, steps, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
         start = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
         super().__init__(
             learner,
             split,
             steps,
             batches=partial(PairBatches, mixture.sources),
-            optimizer=optimizer or optimizer_for(learner, learning),
-            rates=partial(pair_rates, steps=steps, curve=over_run, config=config),
+            optimizer=optimizer or optimizer_for(learner, lrs),
+            rates=partial(pair_rates, steps=steps, curve=lr_curve, config=config),
             identity={
                 "stage": "hf",
                 "method": method,
@@ -168,7 +169,7 @@ class PreferenceStage(RowStage):
                 "start": start,
                 **(identity or {}),
             },
-            facts=row_facts(learner, split, learning, over_run),
+            facts=row_facts(learner, split, lrs, lr_curve),
             weights=weights,
         )
         self.model.train()  # activations are recomputed in this mode only
@@ -325,7 +326,9 @@ def batch_and_steps(config: FinetuneConfig, shape: Any, device: Device, mixture:
     if not total:
         most = wanted if config.target_examples_per_step else min(wanted, bins * config.epochs / FEW_STEPS)
         total = max(1, round(most)) * length
-    split = share_out(replace(config, device_batch_size=fixed), doubled(shape), device, total)
+    given = total_flag(config.total_batch_size, config.target_examples_per_step)
+    config = replace(config, device_batch_size=fixed)
+    split = share_out(config, doubled(shape), device, total, given=given, held=kept(config))
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(bins * config.epochs / per_step))
 
@@ -343,14 +346,14 @@ def for_pairs(config: _Config) -> _Config:
     method_of(config)
     if not config.data:
         raise UserError("name the pairs to learn from: --data FILE with the columns prompt, chosen and rejected")
-    if name := next((name for name in NOT_HERE if getattr(config, name)), ""):
-        raise UserError(f"--{name.replace('_', '-')} means nothing for pairs; leave it out")
+    if config.source:
+        raise UserError("--source means nothing for pairs; leave it out")
     if config.attend == "row":
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
     return replace(config, attend="document")
 
 
-def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage) -> int:
+def train_pairs(begin: InitialModel[Any], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage) -> int:
     """Train the model of `begin`; the exit status. `make` makes the stage."""
     config: FinetuneConfig = begin.config
     learner, tokenizer = begin.learner, begin.tokenizer
@@ -376,13 +379,12 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
             here.say(text)
         return 0
     split, steps = batch_and_steps(config, shape, here.device, mixture)
-    folder = run_folder(config.run or f"{begin.run}-{method}", "hf")
+    folder = run_folder(config.run or f"{begin.name}-{method}", "hf")
     saved = to_continue(folder, config.resume, say=here.say)
     check_output(config.output_dir, saved, steps)
-    stage = make(method, learner, split, steps, mixture, tokenizer, config, begin.origin)
-    if isinstance(learner.model, GPT):  # others were opened with their weights
-        stage.optimizer.load(only_weights(begin.origin.reader()), 0)
-    model = [begin.origin.fingerprint, json.dumps(shape.to_dict(), sort_keys=True), str(learner.model.head.dtype)]
+    stage = make(method, learner, split, steps, mixture, tokenizer, config, begin.source)
+    begin.load_weights(stage.optimizer)
+    model = [begin.source.fingerprint, json.dumps(shape.to_dict(), sort_keys=True), str(learner.model.head.dtype)]
     model += [f"{config.bits} bits"] if config.bits else []
     reference = Reference(folder, [*model, mixture.identity])
     if method == "dpo":  # before a checkpoint is loaded: by the weights that the run starts from
@@ -393,7 +395,7 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
         if stage.reference is not None:
             reference.write(stage.reference)
 
-    facts = {**stage.facts, "method": method, "loss": vars(stage.numbers), "start": str(begin.origin.folder)}
+    facts = {**stage.facts, "method": method, "loss": vars(stage.numbers), "start": str(begin.source.folder)}
     return train_stage(stage, here, config, folder, saved, title=method, facts=facts, add_files=add_files)
 
 

@@ -25,9 +25,7 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.data.verify import MANIFEST
 from ascendchat.engine.request import Sampling, prompt_room
 from ascendchat.errors import UserError, home
-from ascendchat.eval import core
-from ascendchat.eval.core import load_bundle
-from ascendchat.models.open import settings_of
+from ascendchat.eval.core_benchmark import CoreTask, check_rows, load_bundle
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.runs.run import run_folder
@@ -73,26 +71,26 @@ def base_stage(
     steps: int,
     text: _Text,
     config: BaseConfig,
-    core_tasks: Sequence[core.CoreTask] = (),
+    core_tasks: Sequence[CoreTask] = (),
 ) -> RowStage:
-    """Next-token prediction over packed text."""
+    """Put together the stage of next-token prediction over packed text."""
     shape, tokenizer, seed = learner.model.shape, text.tokenizer, config.seed
-    learning, over_run = learning_rates(config, shape, split.total), curve(config, steps, Curve())
-    optimizer = optimizer_for(learner, learning)
+    lrs, lr_curve = learning_rates(config, shape, split.total), curve(config, steps, Curve())
+    optimizer = optimizer_for(learner, lrs)
     decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
     sources = [(TextRows(corpus, split.seq_len, seed), weight) for corpus, weight in text.corpora]
     most_rows = None if config.core_metric_max_per_task == -1 else config.core_metric_max_per_task
     most_tokens = config.eval_tokens or MAX_EVAL_TOKENS
     evaluation = Evaluation(
-        partial(text_bits, learner, tokenizer, text.validation, most_tokens),
-        partial(core_metrics, learner, tokenizer, core_tasks, most_rows),
-        partial(samples, learner, tokenizer),
+        evaluate=partial(text_bits, learner, tokenizer, text.validation, most_tokens),
+        benchmark=partial(core_metrics, learner, tokenizer, core_tasks, most_rows),
+        sample=partial(samples, learner, tokenizer),
     )
     data = [[corpus.fingerprint, weight] for corpus, weight in text.corpora]
     reseed = seeder(learner, seed)
 
-    def before_each_step(step: int, number: int) -> None:
-        if number == 0:
+    def reseed_by_step(step: int, number: int) -> None:
+        if number == 0:  # later micro-batches of the step draw on
             reseed(step)
 
     return RowStage(
@@ -101,13 +99,13 @@ def base_stage(
         steps,
         batches=partial(Batches, sources),
         optimizer=optimizer,
-        rates=partial(pretraining_rates, steps=steps, curve=over_run, decay=decay),
+        rates=partial(pretraining_rates, steps=steps, curve=lr_curve, decay=decay),
         identity={"stage": "base", **row_identity(learner, tokenizer, split, steps, seed), "data": data},
-        facts=row_facts(learner, split, learning, over_run),
+        facts=row_facts(learner, split, lrs, lr_curve),
         evaluation=evaluation,
-        mtp_weights=torch.tensor([schedule.ahead(step, steps) for step in range(steps)], device=learner.place),
+        mtp_weights=torch.tensor([schedule.mtp_weight(step, steps) for step in range(steps)], device=learner.place),
         averaging=WeightAveraging(optimizer, steps),
-        reseed=before_each_step if config.dropout else None,
+        reseed=reseed_by_step if config.dropout else None,
     )
 
 
@@ -151,7 +149,7 @@ def check_tokenizer(own: Path, text: _Text) -> None:
         )
 
 
-def open_core(config: BaseConfig) -> list[core.CoreTask]:
+def open_core(config: BaseConfig) -> list[CoreTask]:
     """Load the tasks for --core-metric-every; missing files are an error at the start."""
     if config.core_metric_every <= 0:
         return []
@@ -159,7 +157,7 @@ def open_core(config: BaseConfig) -> list[core.CoreTask]:
     if not bundle.exists():
         raise UserError(f"--core-metric-every: no CORE tasks in {bundle}; get them: ascendchat data fetch core")
     tasks = load_bundle(bundle)
-    core.check_rows(tasks)
+    check_rows(tasks)
     return tasks
 
 
@@ -178,7 +176,7 @@ def run(config: BaseConfig) -> int:
         if saved and "steps" in saved.state:  # not a model that was imported: train_stage refuses it
             check_tokenizer(folder / "tokenizer", text)
         if config.depth is None and saved:
-            before = settings_of(saved).get("minutes")
+            before = saved.settings.get("minutes")
             if config.minutes not in (None, before) and not config.run:
                 raise UserError(
                     f"depth {depth} was chosen, and {folder} holds another run, with --minutes {before}; name this one "
@@ -193,7 +191,7 @@ def run(config: BaseConfig) -> int:
             here.say(f"rows of {row} tokens instead of {USUAL_ROW}: there is time for few steps of such long ones")
         config = with_attend(replace(config, depth=depth, max_seq_len=row), saved, "row")
         shape = shape_of(config, text.corpora[0][0].vocab_size)
-        learner = build(config, shape, here)
+        learner = build(config, shape, here, dropout=config.dropout)
         split, steps = plan_run(config, learner, text.corpora, saved, here.say)
         if (times := passes(text.corpora, steps * split.total)) > 0.95 * MAX_PASSES:
             here.say(

@@ -6,7 +6,7 @@ stage = RowStage(learner, split, steps, batches=..., optimizer=..., ...)     # p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ascendchat.checkpoint import Checkpoint
-from ascendchat.config.train import TrainConfig
+from ascendchat.config.train import HFTrainConfig, OwnModelConfig, TrainConfig
 from ascendchat.data.loader import MicroBatch, Prefetcher
 from ascendchat.data.mixture import Batches
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
@@ -33,30 +33,45 @@ from ascendchat.sizes.shape import Shape
 from ascendchat.train.evaluation import Evaluation
 from ascendchat.train.model import TrainModel, random_micro_batch
 from ascendchat.train.stage import Loss, Optimizer, Stage, updates_of
-from ascendchat.train.start import kept, learning_rate, most_rows
+from ascendchat.train.start import Holding, learning_rate, most_rows
 
 
-def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total: int, beside: int = 0) -> Split:
-    """Split `total` tokens a step over the devices; `beside`: bytes of each that something else needs. Without a total
-    from the user, rows per device times micro-batches are the total where both are given."""
-    fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, collectives.world().size
-    accumulation, examples = config.gradient_accumulation_steps, getattr(config, "target_examples_per_step", None)
-    if examples and config.total_batch_size:
+def total_flag(total: int | None, examples: int | None = None) -> str:
+    """The flag that sets the size of a step, as it was given; empty where none was."""
+    if examples and total:
         raise UserError("--target-examples-per-step and --total-batch-size say the same thing; give one of them")
-    flag = f"--target-examples-per-step {examples}" if examples else f"--total-batch-size {config.total_batch_size}"
-    free = not (examples or config.total_batch_size)
-    if free and fixed and accumulation:
+    return f"--target-examples-per-step {examples}" if examples else f"--total-batch-size {total}" if total else ""
+
+
+def share_out(
+    config: TrainConfig,
+    shape: Shape | HFShape,
+    device: Device,
+    total: int,
+    *,
+    beside: int = 0,
+    given: str = "",
+    packaged: Collection[str] = (),
+    held: Holding = Holding(),  # noqa: B008 (immutable)
+) -> Split:
+    """Split `total` tokens a step over the devices; `beside`: bytes of each that something else needs; `packaged` as
+    TrainModel.packaged. If no flag has `given` the total, rows per device times micro-batches are the total if the user
+    gave both."""
+    fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, collectives.world().size
+    accumulation = config.gradient_accumulation_steps
+    if not given and fixed and accumulation:
         return Split(size, fixed, accumulation, shape.seq_len)
     if isinstance(shape, HFShape):
-        rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, beside=beside, **kept(config))
+        rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, beside=beside, **held._asdict())
         split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
     else:
-        split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing, beside=beside)
-    if accumulation is not None and free:
+        known: Any = {"checkpointing": checkpointing, "beside": beside, "packaged": packaged}
+        split = fit_split(shape, device.chip, size, total, rows=fixed, **known)
+    if accumulation is not None and not given:
         return replace(split, accumulation=accumulation)
     if accumulation is not None and accumulation != split.accumulation:
         raise UserError(
-            f"--gradient-accumulation-steps {accumulation} does not fit {flag}: with "
+            f"--gradient-accumulation-steps {accumulation} does not fit {given}: with "
             f"{split.devices} device(s) and {split.rows} rows of {split.seq_len} it takes {split.accumulation}"
         )
     return split
@@ -67,21 +82,19 @@ def curve(config: TrainConfig, steps: int, usual: Curve) -> Curve:
     if config.warmup_steps is not None and config.warmup_ratio is not None:
         raise UserError("--warmup-steps and --warmup-ratio say the same thing; give one of them")
     ratio = None if config.warmup_ratio is None else round(config.warmup_ratio * steps)
-    flags = {"warmup": config.warmup_steps if ratio is None else ratio, "warmdown": config.warmdown_ratio}
-    flags["final"] = config.final_lr_frac
+    flags = {"warmup": config.warmup_steps if ratio is None else ratio, "final": config.final_lr_frac}
+    if isinstance(config, OwnModelConfig):
+        flags["warmdown"] = config.warmdown_ratio
     return Curve(**{**asdict(usual), **{name: value for name, value in flags.items() if value is not None}})
 
 
 def learning_rates(config: TrainConfig, shape: Sizes, total: int) -> dict[str, float]:
     """Learning rate of each group of parameters, for steps of `total` tokens."""
     if isinstance(shape, HFShape):
-        return {"all": learning_rate(shape, getattr(config, "learning_rate", None))}
-    flags = {
-        "matrix": config.matrix_lr,
-        "embedding": config.embedding_lr,
-        "unembedding": config.unembedding_lr,
-        "scalar": config.scalar_lr,
-    }
+        return {"all": learning_rate(shape, config.learning_rate if isinstance(config, HFTrainConfig) else None)}
+    flags = {"matrix": config.matrix_lr}
+    if isinstance(config, OwnModelConfig):
+        flags |= {"embedding": config.embedding_lr, "unembedding": config.unembedding_lr, "scalar": config.scalar_lr}
     rates = schedule.rates(shape.dim, total, **flags)
     return {name: rate * config.lr_multiplier for name, rate in rates.items()}
 
@@ -138,12 +151,12 @@ class WeightAveraging:
         self.optimizer, self.steps = optimizer, steps
 
     def after_step(self, step: int) -> None:
-        count = schedule.averaged(step, self.steps)
-        if count > schedule.averaged(step - 1, self.steps):
+        count = schedule.averaged_snapshots(step, self.steps)
+        if count > schedule.averaged_snapshots(step - 1, self.steps):
             self.optimizer.average(count, last=step + 1 == self.steps)
 
     def load(self, saved: Checkpoint) -> None:
-        begun = schedule.averaged(saved.step - 1, self.steps) > 0
+        begun = schedule.averaged_snapshots(saved.step - 1, self.steps) > 0
         self.optimizer.load(saved.reader(), updates_of(saved), averaging=begun)
 
 

@@ -17,7 +17,6 @@ from ascendchat.checkpoint import Checkpoint
 from ascendchat.config.train import StepConfig, TrainConfig
 from ascendchat.device import pick
 from ascendchat.errors import UserError
-from ascendchat.models.open import settings_of
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context, joined
 from ascendchat.runs.run import open_run, read_metrics, run_folder
@@ -32,9 +31,10 @@ _Config = TypeVar("_Config", bound=TrainConfig)
 def training_context(config: StepConfig, dtype: str | None = None) -> Iterator[Context]:
     """The context of a training command; a chip that is made for inference is refused. `dtype` wins over that of the
     device. A name and trackers that cannot be had are refused before anything is prepared."""
-    if name := getattr(config, "run", ""):
-        run_folder(name, "")
-    check_track(getattr(config, "track", ()))
+    if isinstance(config, TrainConfig):  # `bench train` has no run
+        if config.run:
+            run_folder(config.run, "")
+        check_track(config.track)
     device = pick(config.device_type, dtype=dtype, compiled=config.compile)
     if not device.chip.trains:
         raise UserError(
@@ -48,7 +48,7 @@ def training_context(config: StepConfig, dtype: str | None = None) -> Iterator[C
 def with_attend(config: _Config, saved: Checkpoint | None, usual: Literal["row", "document"]) -> _Config:
     """Fill in --attend: as given, else as in the run that resumes (`row` in runs older than the flag), else `usual`,
     the default of the stage."""
-    before = settings_of(saved).get("attend", "row") if saved else usual
+    before = saved.settings.get("attend", "row") if saved else usual
     return replace(config, attend=config.attend or before)
 
 

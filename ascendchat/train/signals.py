@@ -19,8 +19,8 @@ from typing import Any
 
 from ascendchat.checkpoint import WRITING
 from ascendchat.parallel import collectives
-from ascendchat.processes import ended
-from ascendchat.runs.run import Run, notice
+from ascendchat.processes import lost_ranks
+from ascendchat.runs.run import Run, old_models_notice
 
 LAST = 10.0  # seconds for a checkpoint that is being written when another rank dies
 SAME = 0.5  # seconds: `timeout` and job managers send one signal twice, to the process and to its group
@@ -54,7 +54,7 @@ class StopSignals:
                 continue
             if not self.unsaved:
                 self._end(number[0], "stopped by a signal; there was nothing to save")
-            elif not self.last_save and ended():
+            elif not self.last_save and lost_ranks():
                 self._end_alone(number[0])
             elif first is None:
                 first = time.monotonic()
@@ -74,7 +74,7 @@ class StopSignals:
         if self.run.main:
             cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar has hidden it
             with contextlib.suppress(OSError):
-                os.write(2, f"{cursor}{reason}\n{notice(self.run.folder)}".encode().rstrip() + b"\n")
+                os.write(2, f"{cursor}{reason}\n{old_models_notice(self.run.folder)}".encode().rstrip() + b"\n")
                 self.run.note(status="stopped", ended=round(time.time(), 3))
         os._exit(128 + number)
 

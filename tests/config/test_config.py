@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import dump, load_yaml, option, parse, wants_help
-from ascendchat.config.help import field_docs, help_page
+from ascendchat.config.help import field_docs, field_groups, help_page
 from ascendchat.errors import UserError, home
 
 
@@ -92,6 +92,38 @@ class Rest:
     "what to run"
     devices: int = option(1, also=("npus", "gpus"))
     "how many"
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Has two groups."""
+
+    "# Device"
+    chip: str = ""
+    "name of the chip"
+
+    "# Size"
+    width: int = 1
+    "channels"
+    rows: int = 1
+    "rows"
+
+
+@dataclass(frozen=True)
+class Grouped(Sized):
+    """Has groups of its own and of its base."""
+
+    json: bool = False
+    "print JSON"
+
+    "# Run"
+    name: str = ""
+    "name of the run"
+
+    "# Size"
+
+    rows: int = 2
+    "rows of a step"
 
 
 def error(cls: type, *argv: str) -> str:
@@ -300,6 +332,16 @@ def test_help_text_has_every_flag_its_docs_and_defaults(monkeypatch: pytest.Monk
     assert rows["--json"] == "--json print JSON"
     assert rows["--device-type"] == "--device-type {npu,cuda,mps,cpu} device to use"
     assert help_page("x", Words).splitlines()[0] == "usage: x [--flags] FILES"
+
+
+def test_help_shows_the_groups_of_the_command_before_those_of_its_bases() -> None:
+    """A redeclared field keeps its group and comes first in it; a heading without fields gives a group its place."""
+    assert field_groups(Grouped) == {"": ["json"], "Run": ["name"], "Size": ["rows", "width"], "Device": ["chip"]}
+    page = help_page("ascendchat grouped", Grouped).splitlines()
+    headings = [line for line in page if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Run:", "Size:", "Device:"]
+    flags = [line.split()[0] for line in page if line.startswith("  --")]
+    assert flags == ["--json", "--name", "--rows", "--width", "--chip", "--config"]
 
 
 def test_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_setting_that_is_off_asks_for_nothing(tmp_path: Path, capsys: pytest.C
         ("--model x --data y --lora-rank 4", "belongs to LoRA"),
         ("--model x --data y --bf16 --fp16", "exclude each other"),
         ("--model x --data y --muon --lora", "adapters are trained by AdamW"),
-        ("--model x --data y --warm-start", "is of our own models"),
+        ("--model x --data y --warm-start", "--warm-start is not done here: it is for models of our own"),
         ("--model x --data y --stage orpo --label-smoothing 0.1", r"is used by --stage dpo\|simpo, not by orpo"),
         ("--model x --data y --stage dpo --simpo-gamma 0.5", "--simpo-gamma is used by --stage simpo, not by dpo"),
         ("--model x --data y --stage dpo --pref-loss orpo --simpo-gamma 1", "not by orpo"),

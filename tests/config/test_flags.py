@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import re
 import sys
 import types
 import typing
@@ -21,7 +22,7 @@ import pytest
 
 from ascendchat import cli
 from ascendchat.config import convert, parse, spelling
-from ascendchat.config.help import Range
+from ascendchat.config.help import Range, field_groups
 from ascendchat.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -227,6 +228,30 @@ def test_a_command_reads_every_flag_it_accepts(command: str, folder: Path, monke
     monkeypatch.setattr(cls, "__getattribute__", note, raising=False)
     run(command, [], folder, monkeypatch)
     assert names - read - SOMETIMES.get(command, set()) == set()
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_long_help_page_is_in_groups(command: str) -> None:
+    groups = field_groups(config_of(command))
+    assert sorted(itertools.chain(*groups.values())) == sorted(field.name for field in fields_alone(command))
+    assert all(len(names) <= 20 for names in groups.values())
+    assert sum(map(len, groups.values())) <= 16 or len(groups) > 1
+
+
+def fields_alone(command: str) -> list[dataclasses.Field[Any]]:
+    return [field for field, _ in fields_of(command)]
+
+
+def test_no_command_asks_whether_its_config_has_a_field() -> None:
+    """Where a file knows configs of ours, a field that only some of them have is reached by their type."""
+    wrong = []
+    for path in (ROOT / "ascendchat").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "from ascendchat.config." in text and path.parent.name != "config":
+            calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+            asked = [ast.unparse(call) for call in calls if ast.unparse(call.func) in ("getattr", "hasattr")]
+            wrong += [f"{path}: {call}" for call in asked if re.match(r"\w+\((self\.)?(config|cls)\b", call)]
+    assert wrong == []
 
 
 def attributes() -> set[str]:

@@ -29,7 +29,7 @@ from ascendchat.data.corpus import Corpus, open_corpora
 from ascendchat.data.fetch import fetch
 from ascendchat.data.mixture import parse_mixture
 from ascendchat.data.prepare import dtype_for, is_validation, prepare, run
-from ascendchat.data.tokenizer.commands import texts_of
+from ascendchat.data.tokenizer.commands import training_texts
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.data.verify import verify_folders
 from ascendchat.errors import UserError
@@ -193,8 +193,8 @@ def test_the_validation_file_of_a_set_is_never_trained_on(
     assert prepared("climbmix", "--val-source", str(write(tmp_path / "v.jsonl", other))) == (train, other)
     assert prepared("climbmix", "--val-source", str(folder / "shard_06542.parquet")) == (train, held)
     assert prepared(str(folder / "shard_06542.parquet"), "--val-source", str(tmp_path / "v.jsonl")) == (held, other)
-    assert list(texts_of([str(folder)], (), None, out)) == train
-    assert list(texts_of([str(folder)], (1.0,), None, out)) == train
+    assert list(training_texts([str(folder)], (), None, out)) == train
+    assert list(training_texts([str(folder)], (1.0,), None, out)) == train
 
 
 def test_empty_and_equal_shards_of_a_folder_are_read_once_and_named(

@@ -20,7 +20,7 @@ import zstandard
 from ascendchat.data.chat.formats import conversations
 from ascendchat.data.read import read_documents
 from ascendchat.errors import UserError
-from ascendchat.eval.core import load_bundle
+from ascendchat.eval.core_benchmark import load_bundle
 from ascendchat.tasks.eval_files import SPLIT, set_rows
 
 ROWS = [{"text": f"document {i}", "question": f"q{i}", "answer": "B"} for i in range(500)]

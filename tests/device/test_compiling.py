@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ascendchat.device import accelerator
-from ascendchat.device.accelerator import compiled, keep, version
+from ascendchat.device.accelerator import compiled, keep_compiled, operators_version
 
 PROGRAM = """
 import os
@@ -48,7 +48,7 @@ scaled.register_fake(lambda x, factor: torch.empty_like(x))
 same.register_fake(torch.empty_like)
 for release, factor in (("first", 2.0), ("first", 2.0), ("second", 5.0)):
     if os.fork() == 0:
-        accelerator.version = lambda: release
+        accelerator.operators_version = lambda: release
         same.register_autograd(lambda ctx, grad: scaled(grad, factor))
         x = torch.ones(1, requires_grad=True)
         accelerator.compiled(lambda x: Tripled.apply(same(x)), fullgraph=True)(x).backward(torch.ones(1))
@@ -86,7 +86,7 @@ def named(monkeypatch: pytest.MonkeyPatch, home: Path) -> str | None:
     monkeypatch.setenv("ASCENDCHAT_HOME", str(home))
     monkeypatch.setenv("SOME_CACHE", "")
     monkeypatch.delenv("SOME_CACHE")
-    keep("SOME_CACHE", "part")
+    keep_compiled("SOME_CACHE", "part")
     return os.environ.pop("SOME_CACHE", None)
 
 
@@ -106,7 +106,7 @@ def test_a_torch_without_the_setting_compiles_too(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with pytest.raises(AttributeError):
         torch._functorch.config.no_such_setting = True  # type: ignore[attr-defined]
-    monkeypatch.setattr(accelerator, "SETTING", "no_such_setting")
+    monkeypatch.setattr(accelerator, "AUTOGRAD_CACHE", "no_such_setting")
     assert callable(compiled(torch.sin))
 
 
@@ -136,9 +136,9 @@ def test_the_version_of_the_operators_is_that_of_their_code(monkeypatch: pytest.
     found = set()
     for text in ("a = 1", "a = 2"):
         (tmp_path / "nn" / "ops.py").write_text(text)
-        version.cache_clear()
-        found.add(version())
-    version.cache_clear()
+        operators_version.cache_clear()
+        found.add(operators_version())
+    operators_version.cache_clear()
     assert len(found) == 2
 
 
@@ -147,6 +147,6 @@ def test_a_torch_whose_keys_take_no_version_keeps_no_gradients(monkeypatch: pyte
     monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)
     compiled(torch.sin)
     assert torch._functorch.config.enable_autograd_cache
-    monkeypatch.setattr(accelerator, "TAG", "no_such_setting")
+    monkeypatch.setattr(accelerator, "CACHE_TAG", "no_such_setting")
     compiled(torch.sin)
     assert not torch._functorch.config.enable_autograd_cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ascendchat.device import cuda_attention, pick
-from ascendchat.nn.attention import Flash, Reference
+from ascendchat.device.cuda_attention import Flash
+from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT
 from ascendchat.sizes.shape import Shape
 from ascendchat.train.model import TrainModel
@@ -26,13 +28,12 @@ from ascendchat.train.model import TrainModel
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
     """What one test knew of the package is nothing to the next."""
-    known = cuda_attention._package, cuda_attention.fault
-    yield
-    for ask in known:
-        ask.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_attention, "PACKAGE", replace(cuda_attention.PACKAGE))
+        yield
 
 
-HOPPER = torch.cuda.is_available() and cuda_attention.usable(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and cuda_attention.package_refusal(torch.device("cuda")) is None
 
 
 def seen(q: Tensor, k: Tensor, known: dict[str, Any]) -> Tensor:
@@ -106,7 +107,6 @@ for function, own in ((forward, "softmax_scale return_lse"), (backward, "determi
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Modules like those of the package."""
-    cuda_attention._package.cache_clear()
     names = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
     modules: list[Any] = [ModuleType(name) for name in names]
     for name, module in zip(names, modules):
@@ -120,7 +120,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 def packaged(monkeypatch: pytest.MonkeyPatch) -> Flash:
     """The kernel as it is on a chip that has the package."""
     stand_in(monkeypatch)
-    monkeypatch.setattr(cuda_attention, "usable", lambda device: True)
+    monkeypatch.setattr(cuda_attention, "package_refusal", lambda device: None)
     kernel = Flash()
     kernel.prepare(64, [64], torch.device("cpu"))
     return kernel
@@ -172,9 +172,9 @@ def test_a_run_records_what_the_package_computes(packaged: Flash, head_dim: int,
 def test_gradients_have_the_strides_that_a_compiler_is_told(packaged: Flash) -> None:
     """A model of Hugging Face turns heads and tokens; the package gives the gradients the strides of what it got."""
     there = [torch.randn(2, 4, 64, 16).transpose(1, 2) for _ in "qkv"]
-    y, logsumexp = cuda_attention._forward(*there, None, 64, 17, 0.2)
+    y, logsumexp = cuda_attention._package_forward(*there, None, 64, 17, 0.2)
     arguments = (torch.randn_like(y), *there, None, y, logsumexp, 64, 17, 0.2)
-    torch.library.opcheck(cuda_attention._backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(cuda_attention._package_backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize(
@@ -190,25 +190,24 @@ def test_gradients_have_the_strides_that_a_compiler_is_told(packaged: Flash) -> 
 def test_the_package_is_asked_only_where_it_can_run_and_else_it_is_said_why_not(
     capability: tuple[int, int], head_dim: int, backward: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(cuda_attention, "installed", lambda: True)
-    monkeypatch.setattr(cuda_attention, "version", lambda name: "4.1")
+    cuda, package = torch.device("cuda"), cuda_attention.PACKAGE
+    package.version = "4.1"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     stand_in(monkeypatch)._flash_attn_bwd = backward
-    found = cuda_attention.notice(cuda, head_dim) or ""
+    found = Flash().notice(head_dim) or ""
     if said == "used":
         assert found == "rows of training are read by the package flash-attn-4"
     else:
         assert found == f"the package flash-attn-4 4.1 is not used: {said}"
-    assert cuda_attention.usable(cuda) == (said == "used" or head_dim > 128)
-    assert not cuda_attention.usable(torch.device("cpu"))
-    cuda_attention._package.cache_clear()
-    cuda_attention.fault.cache_clear()
+    assert (cuda_attention.package_refusal(cuda) is None) == (said == "used" or head_dim > 128)
+    assert cuda_attention.package_refusal(torch.device("cpu"))
+    monkeypatch.setattr(cuda_attention, "PACKAGE", replace(package))
+    cuda_attention.PACKAGE.version = "4.1"
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
-    assert not cuda_attention.usable(cuda), "it cannot be imported"
-    monkeypatch.setattr(cuda_attention, "installed", lambda: False)
-    assert cuda_attention.notice(cuda, head_dim) is None
+    assert cuda_attention.package_refusal(cuda), "it cannot be imported"
+    cuda_attention.PACKAGE.version = ""
+    assert Flash().notice(head_dim) is None
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs flash-attn-4 and a chip of compute capability 9.0")

@@ -6,7 +6,6 @@ The package itself needs a Hopper chip: without one a stand-in computes what its
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -27,12 +26,12 @@ from ascendchat.device.cpu import CPU
 from ascendchat.device.cuda import CUDA
 from ascendchat.nn.gpt import PlainOps
 from ascendchat.sizes.shape import Shape
-from ascendchat.train import start
+from ascendchat.train import rows, start
 from ascendchat.train.loop import Result
 from ascendchat.train.model import build
 from ascendchat.train.run import training_context
 
-HOPPER = torch.cuda.is_available() and cuda_products.usable(torch.device("cuda"), torch.bfloat16)
+HOPPER = torch.cuda.is_available() and cuda_products.refusal(torch.device("cuda"), torch.bfloat16) is None
 
 
 def gemm_act(A: Tensor, B: Tensor, *, activation: str, tuned: bool) -> tuple[Tensor, Tensor]:
@@ -51,16 +50,14 @@ def gemm_dact(A: Tensor, B: Tensor, PreAct: Tensor, *, activation: str, tuned: b
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def package(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in that can be imported."""
-    cuda_products._package.cache_clear()
+    monkeypatch.setattr(cuda_products, "PACKAGE", replace(cuda_products.PACKAGE))
     module: Any = ModuleType("quack.gemm_interface")
     module.gemm_act, module.gemm_dact = gemm_act, gemm_dact
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
-    yield module
-    cuda_products._package.cache_clear()
-    cuda_products.fault.cache_clear()
+    return module
 
 
 def weights(place: str = "cpu", dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -93,18 +90,20 @@ def test_result_and_gradients_are_those_of_the_plain_mlp(package: Any, compiled:
 def test_it_is_left_out_where_it_cannot_run_and_says_so(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, capability = torch.device("cuda"), [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
-    monkeypatch.setattr(cuda_products, "installed", lambda: False)
-    assert cuda_products.notice(cuda, torch.bfloat16) is None
-    assert not cuda_products.usable(cuda, torch.bfloat16)
-    monkeypatch.setattr(cuda_products, "installed", lambda: True)
-    monkeypatch.setattr(cuda_products, "version", lambda name: "0.9")
-    assert cuda_products.notice(torch.device("cpu"), torch.bfloat16) is None
+    cuda_products.PACKAGE.version = ""
+    assert (refused := cuda_products.refusal(cuda, torch.bfloat16))
+    assert cuda_products.PACKAGE.notice(refused) is None
+
+    def anew() -> None:
+        monkeypatch.setattr(cuda_products, "PACKAGE", replace(cuda_products.PACKAGE))
+        cuda_products.PACKAGE.version = "0.9"
 
     def said(dtype: torch.dtype = torch.bfloat16, *sizes: int) -> str | None:
-        cuda_products.fault.cache_clear()
-        found = cuda_products.notice(cuda, dtype, *sizes)
+        anew()
+        refused = cuda_products.refusal(cuda, dtype, *sizes)
+        found = cuda_products.PACKAGE.notice(refused)
         used = found == "the MLP's products are made by the package quack-kernels"
-        assert used == cuda_products.usable(cuda, dtype, *sizes)
+        assert used == (refused is None)
         return "" if used else found
 
     unused = "the package quack-kernels 0.9 is not used: "
@@ -151,8 +150,10 @@ class Packaged(CPU):
 def test_training_asks_the_device_for_it_and_plans_for_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plan's chip and the operators agree: both know of the package, or neither does."""
-    data, seen = prepared_home(tmp_path), list[Any]()
+    """The plan of memory and the operators agree: both know of the package, or neither does."""
+    data, seen, planned = prepared_home(tmp_path), list[Any](), list[list[str]]()
+    counted = rows.fit_split
+    monkeypatch.setattr(rows, "fit_split", lambda *a, **k: (planned.append(k["packaged"]), counted(*a, **k))[1])
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
     monkeypatch.setattr("ascendchat.train.run.fit", lambda stage, *_, **__: seen.append(stage) or Result(0))
     sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 128 --steps 1 --device-type cpu"
@@ -161,7 +162,7 @@ def test_training_asks_the_device_for_it_and_plans_for_less(
         device.compiles = "fp8" in flags
         monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, device=device, **__: device)
         assert main(["base", data, *sizes.split(), *flags.split()]) == 0
-        assert device.chip.fused_mlp == used
+        assert planned.pop() == (["mlp"] if used else [])
         assert ("there is a package" in capsys.readouterr().out) == ("fp8" not in flags)
         assert (seen[-1].learner.model.ops.whole_mlp is not None) == used
 
@@ -173,13 +174,10 @@ def test_where_two_policies_are_compared_no_package_rounds_one_of_them(monkeypat
         learner = build(BenchTrainConfig(), shape, here, packaged=False)
     assert learner.model.ops.whole_mlp is None  # type: ignore[attr-defined]
     assert learner.packaged == []
-    assert not device.chip.fused_mlp
     made: list[bool] = []
     monkeypatch.setattr(start, "build", lambda *_, packaged=True: made.append(packaged))
-    for name in ("starting_point", "tokenizer_folder", "open_tokenizer", "settings_of"):
-        monkeypatch.setattr(start, name, MagicMock())
-    monkeypatch.setattr(start.Shape, "from_dict", lambda sizes: shape)
-    start.begin_with_ours(RlConfig(), MagicMock(), "rl")
+    monkeypatch.setattr(start, "initial_checkpoint", MagicMock())
+    start.from_checkpoint(RlConfig(), MagicMock(), "rl")
     assert made == [False]
 
 

@@ -145,7 +145,7 @@ def test_a_device_that_is_not_there_is_one_sentence(asked: str, said: str) -> No
 
 TRY = """
 import sys
-from ascendchat.config import UserError
+from ascendchat.errors import UserError
 from ascendchat.device import pick
 from ascendchat.device.env import prepare_environment
 {before}

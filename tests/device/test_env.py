@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ascendchat.chips import KINDS
 from ascendchat.device import env
 from ascendchat.device.env import (
     AUTOLOAD,
@@ -126,7 +127,7 @@ def test_both_allocator_variables_are_refused_before_torch_npu_dies_of_them() ->
     prepare_environment("cpu", environ=both, machine=NPU)  # nothing reads them there
 
 
-OURS = [*env.NPU_DEBUG, *env.CUDA_TRAINING, AUTOLOAD, "PYTORCH_ALLOC_CONF", "PATH"]
+OURS = [*env.NPU_DEBUG, *KINDS["cuda"].environment, AUTOLOAD, "PYTORCH_ALLOC_CONF", "PATH"]
 OUTSIDES = st.builds(
     MachineFacts, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([(), NPU.nodes]), st.booleans()
 )

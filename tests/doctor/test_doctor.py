@@ -25,9 +25,7 @@ from ascendchat.errors import home
 SAMPLES = Path(__file__).parents[1] / "device" / "smi_samples"
 NO_TOOL = smi.Problem("npu-smi is not installed", "npu-smi", missing=True)
 WHEELS = Probe({name: "1.0" for name in [*checks.REQUIRED, *checks.OPTIONAL, *checks.VENDOR]})
-CPU_TORCH = Probe(
-    {"version": "2.13.0+cpu", "cuda_build": "", "cuda": [], "cuda_bf16": False, "mps": False, "gloo": True}
-)
+CPU_TORCH = Probe({"version": "2.13.0+cpu", "cuda_build": "", "cuda": [], "cuda_bf16": False, "mps": [], "gloo": True})
 LIBHCCL = (
     "Traceback (most recent call last):\n"
     "ImportError: libhccl.so: cannot open shared object file: No such file or directory\n"

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from ascendchat.device import Device, pick
+from ascendchat.device.cuda_attention import Flash
 from ascendchat.engine.cache import KVCache
 from ascendchat.engine.engine import Engine, Request, Sampling
 from ascendchat.engine.sampling import Mode
-from ascendchat.nn.attention import Attention, Flash, Reference, Sdpa
+from ascendchat.nn.attention import Attention, Reference, Sdpa
 from ascendchat.sizes.shape import Shape
 
 pytestmark = pytest.mark.usefixtures("one_thread")

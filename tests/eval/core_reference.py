@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ascendchat.eval.core import CoreTask
+from ascendchat.eval.core_benchmark import CoreTask
 from ascendchat.nn.loss import softcap
 
 

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 from ascendchat.engine.padding import padded_length
 from ascendchat.errors import UserError
-from ascendchat.eval import core, scorer
-from ascendchat.eval.core import CoreTask, load_bundle
+from ascendchat.eval import core_benchmark as core
+from ascendchat.eval import scorer
+from ascendchat.eval.core_benchmark import CoreTask, load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored, batches
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT, dense
@@ -146,7 +147,7 @@ def test_the_shared_beginning_is_run_once(model: GPT, tasks: list[CoreTask]) -> 
         row
         for i in range(16)
         for row in core.Prompts(Hashed()).encode(
-            core.shown_before(tasks[0], shown[i]), core.endings(tasks[0], tasks[0].rows[i])
+            core.demonstration_texts(tasks[0], shown[i]), core.query_texts(tasks[0], tasks[0].rows[i])
         )
     ]
     one.submit([Example([row], [len(row) - 1]) for row in rows])()

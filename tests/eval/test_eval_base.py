@@ -21,10 +21,10 @@ from ascendchat.config.generate import EvalBaseConfig
 from ascendchat.data import prepare
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.errors import UserError, home
-from ascendchat.eval import core
+from ascendchat.eval import core_benchmark as core
 from ascendchat.eval.base import run
 from ascendchat.eval.bits import bits_per_byte
-from ascendchat.eval.core import CoreTask, load_bundle
+from ascendchat.eval.core_benchmark import CoreTask, load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored
 from ascendchat.nn import IGNORE
 from ascendchat.nn.gpt import GPT, dense

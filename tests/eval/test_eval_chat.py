@@ -26,7 +26,7 @@ from ascendchat.device import pick
 from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.errors import UserError, home
 from ascendchat.eval import chat, stages
-from ascendchat.eval.examine import Chosen, Examiner, ModelChooser, Outcome, examine, selection
+from ascendchat.eval.chat_tasks import Chosen, ModelChooser, Outcome, TaskEvaluator, evaluate_task, selection
 from ascendchat.nn.attention import Reference, choose
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.parallel import collectives
@@ -124,16 +124,16 @@ class Sometimes(Fake):
         return str(wanted) if request.sampling.seed % 4 == 0 else "?"
 
 
-def examiner(model: Any, **changes: Any) -> Examiner:
-    return Examiner(TOKENIZER, **{"chooser": model, "generator": model, **changes})
+def evaluator(model: Any, **changes: Any) -> TaskEvaluator:
+    return TaskEvaluator(TOKENIZER, **{"chooser": model, "generator": model, **changes})
 
 
 def test_always_a_is_as_good_as_the_share_of_a_and_an_oracle_is_perfect() -> None:
     quiz = Quiz()
-    found = examine(quiz, examiner(Always()))
+    found = evaluate_task(quiz, evaluator(Always()))
     assert found.accuracy == pytest.approx(sum(quiz.answer(i) == 0 for i in range(40)) / 40)
     assert found.centred == pytest.approx((found.accuracy - 0.25) / 0.75)
-    best = examine(quiz, examiner(Oracle(quiz)))
+    best = evaluate_task(quiz, evaluator(Oracle(quiz)))
     assert (best.accuracy, best.centred, best.right) == (1.0, 1.0, [1] * 40)
 
 
@@ -141,27 +141,27 @@ def test_always_a_is_as_good_as_the_share_of_a_and_an_oracle_is_perfect() -> Non
 def test_real_tasks_give_guessing_about_zero_and_an_oracle_one(name: str, real_data: Path) -> None:
     task = named.load(name, source=str(real_data / "eval"))
     most = len(task) // 9
-    worst = examine(task, examiner(Always("42"), max_rows=most))
+    worst = evaluate_task(task, evaluator(Always("42"), max_rows=most))
     assert abs(worst.centred) < 0.07
-    assert examine(task, examiner(Oracle(task), max_rows=most)).centred == 1.0
+    assert evaluate_task(task, evaluator(Oracle(task), max_rows=most)).centred == 1.0
 
 
 @pytest.mark.parametrize("name", ["toy_choice_zh", "toy_fact_en", "toy_problems", "toy_check_en"])
 def test_the_toy_world_gives_garbage_nothing_and_an_oracle_everything(name: str) -> None:
     task = named.load(name)
     most = max(1, len(task) // 5)
-    assert examine(task, examiner(Oracle(task), max_rows=most)).accuracy == 1.0
-    assert examine(task, examiner(Always("\ufffd colourless green 17 ideas"), max_rows=most)).accuracy <= 0.05
+    assert evaluate_task(task, evaluator(Oracle(task), max_rows=most)).accuracy == 1.0
+    assert evaluate_task(task, evaluator(Always("\ufffd colourless green 17 ideas"), max_rows=most)).accuracy <= 0.05
 
 
 def test_several_samples_give_the_unbiased_pass_at_k_and_do_not_depend_on_the_other_rows() -> None:
-    found = examine(Sums(), examiner(Sometimes(), samples=8, temperature=1.0))
+    found = evaluate_task(Sums(), evaluator(Sometimes(), samples=8, temperature=1.0))
     assert set(found.pass_at) == {"1", "2", "4", "8"}
     assert found.pass_at["1"] == pytest.approx(found.accuracy)
     assert 0.1 < found.accuracy < 0.4
     assert found.pass_at["1"] < found.pass_at["2"] < found.pass_at["4"] < found.pass_at["8"]
     assert found.pass_at["8"] == pytest.approx(sum(n > 0 for n in found.right) / 30)
-    part = examine(Sums(), examiner(Sometimes(), samples=8, temperature=1.0, max_rows=10))
+    part = evaluate_task(Sums(), evaluator(Sometimes(), samples=8, temperature=1.0, max_rows=10))
     rows = selection(Sums(), 10)
     assert part.right == [found.right[row] for row in rows]
     assert rows != list(range(10))  # tables are sorted by subject: the first rows would not be fair
@@ -195,7 +195,7 @@ def test_replies_come_from_the_engine_and_prompts_that_are_too_long_lose_their_b
         def prompt(self, index: int) -> Conversation:
             return [{"role": "user", "content": "x" * (20 * index)}]
 
-    found = examine(Long(), examiner(Always(), generator=engine, max_tokens=16))
+    found = evaluate_task(Long(), evaluator(Always(), generator=engine, max_tokens=16))
     assert (found.rows, found.accuracy) == (6, 0.0)
     assert found.cropped == 3  # 60, 80 and 100 letters do not fit into 48 tokens
 
@@ -203,7 +203,10 @@ def test_replies_come_from_the_engine_and_prompts_that_are_too_long_lose_their_b
 def judged() -> dict[str, Any]:
     """What this rank finds, which asks its share of the questions."""
     first = Always()
-    results = [examine(Quiz(), examiner(first)), examine(Sums(), examiner(Sometimes(), samples=4, temperature=1.0))]
+    results = [
+        evaluate_task(Quiz(), evaluator(first)),
+        evaluate_task(Sums(), evaluator(Sometimes(), samples=4, temperature=1.0)),
+    ]
     assert first.asked - len(Quiz()) // collectives.world().size in (0, 1)
     return {found.name: (found.right, found.accuracy, found.pass_at) for found in results}
 
@@ -367,14 +370,14 @@ def test_finished_tasks_are_on_disk_before_the_next_one_begins(
 ) -> None:
     """And a quick look says that a fuller result counts. Which of them do: test_results.py."""
 
-    def guess(task: Task, examiner: Examiner) -> Outcome:
+    def guess(task: Task, evaluator: TaskEvaluator) -> Outcome:
         """In place of an examination, which takes longer."""
         if task.name == "toy_check_en":
             raise KeyboardInterrupt
-        rows = len(selection(task, examiner.max_rows))
+        rows = len(selection(task, evaluator.max_rows))
         return Outcome(task.name, task.kind, task.split, rows, len(task), 0.5, 0.0, 0.5, {}, 0, 0.0, [1, 0])
 
-    monkeypatch.setattr(chat, "examine", guess)
+    monkeypatch.setattr(chat, "evaluate_task", guess)
     save("sft", 2)
     assert command("--tasks", "toy_choice_en", "--max-per-task", "9") == 0
     with pytest.raises(KeyboardInterrupt):

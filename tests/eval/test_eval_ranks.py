@@ -13,7 +13,7 @@ from ranks import Host, run_ranks
 from test_core import Hashed, text_rows
 
 from ascendchat.eval.bits import bits_per_byte
-from ascendchat.eval.core import load_bundle, score_tasks
+from ascendchat.eval.core_benchmark import load_bundle, score_tasks
 from ascendchat.eval.scorer import ModelScorer
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT

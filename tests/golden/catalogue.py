@@ -33,6 +33,10 @@ PARTS = {
     "ValueError": ["data.read", *(f"data.chat.{name}" for name in ("formats", "turns", "pairs", "tables", "template"))],
 }
 PARTS["ValueError"] += ["tasks.multiple_choice", "tasks.eval_files", "tasks.gsm8k"]
+# Methods that are called in one module and defined in others: those begin like this.
+DEFINED_IN = {
+    "refusal": ("ascendchat.device.attention", "ascendchat.device.cuda_attention", "ascendchat.device.npu_att")
+}
 TEXT = ("str", "str | None")  # what a function that gives text is annotated with
 
 
@@ -95,7 +99,8 @@ class Collector:
         if isinstance(call.func, ast.Attribute) and base in module.imported:
             place = ".".join(module.imported[base])
         elif isinstance(call.func, ast.Attribute):  # a method, or a function of a module chosen at run time
-            near = [m for m in self.modules.values() if m.name.startswith(module.name)]
+            prefixes = (module.name, *DEFINED_IN.get(name, ()))
+            near = [m for m in self.modules.values() if m.name.startswith(prefixes)]
             return [(m, function) for m in near for function in m.functions.get(name, [])]
         for _ in range(4):  # a package hands on what its files define
             there = self.modules.get(place)
@@ -188,9 +193,9 @@ class Collector:
 
 
 def help_texts(collector: Collector) -> set[str]:
-    """One line per command, the head of its page, the text under each flag, and what is given to `translate`."""
+    """One line per command; head, headings and texts of its page; arguments of `translate`."""
     from ascendchat.cli import COMMANDS
-    from ascendchat.config.help import field_docs
+    from ascendchat.config.help import field_docs, field_groups
 
     texts = set()
     for target, _, line in COMMANDS.values():
@@ -198,10 +203,23 @@ def help_texts(collector: Collector) -> set[str]:
         cls = getattr(importlib.import_module(f"ascendchat.config.{module}"), name)
         docs = field_docs(cls)
         texts |= {line, " ".join(cls.__doc__.split()), *(docs[f.name] for f in dataclasses.fields(cls))}
+        texts |= set(filter(None, field_groups(cls)))
     collector.texts = {text.replace("{", "{{").replace("}", "}}") for text in texts}
     for where, call in collector.calls["translate"]:
         collector.keep(collector.whole(call.args[0], where))
     return collector.texts
+
+
+def reasons() -> set[str]:
+    """The sentences for settings that a command does not have: `not_used` and `refused` of its config class."""
+    from ascendchat.cli import COMMANDS
+
+    texts: set[str] = set()
+    for target, _, _ in COMMANDS.values():
+        module, name = target.split(":")
+        cls = getattr(importlib.import_module(f"ascendchat.config.{module}"), name)
+        texts |= {*getattr(cls, "not_used", {}).values(), *getattr(cls, "refused", {}).values()}
+    return texts
 
 
 def ranges() -> set[str]:
@@ -259,7 +277,7 @@ def every_text() -> dict[str, set[str]]:
     from ascendchat import chips
 
     collector = Collector()
-    errors = collector.texts | ranges() | set(chips._FAMILIES.values())
+    errors = collector.texts | ranges() | reasons() | set(chips._FAMILIES.values())
     lines = help_texts(collector) - errors
     return {"errors": errors, "help": lines, "plan": plan_texts(collector) - lines - errors}
 

@@ -59,13 +59,13 @@ class Task:
 
     def __init__(self, model: str, data: str, steps: int, length: int, rows: int, held_out: float) -> None:
         from ascendchat.data.mixture import Batches
-        from ascendchat.models.folder import find, load_tokenizer
+        from ascendchat.models.folder import find
         from ascendchat.tasks.mixture import EntryOptions, open_chat_mixture
 
         folder = find(model)
         assert folder is not None
         self.folder, self.named = folder, {"gguf_file": folder.gguf} if folder.gguf else {}
-        tokenizer = load_tokenizer(folder)
+        tokenizer = folder.load_tokenizer()
         mixture = open_chat_mixture(
             (data,), "sft", tokenizer, length, say=lambda _: None, options=EntryOptions(held_out), find_overlaps=False
         )

@@ -98,7 +98,7 @@ def table() -> GPT:
 def figures(home: Path, run: str, rhythm: str, url: str, *, steps: int, seed: int) -> list[dict[str, float]]:
     """Of each step of a run."""
     flags = [*WORK.split(), "--reward", "letters:vowels", "--seed", str(seed), "--staleness", "2"]
-    command = runs.words(run, *flags, "--rhythm", rhythm, "--rollouts", url, steps=steps)
+    command = runs.words(run, *flags, "--rollout-mode", rhythm, "--rollouts", url, steps=steps)
     runs.finish(home, command)
     return runs.rows_of(home, run)
 

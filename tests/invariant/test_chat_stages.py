@@ -165,7 +165,7 @@ def test_evaluation_questions_in_the_mixture_are_reported_in_the_run(home: Path,
 
 @pytest.mark.slow
 def test_a_warm_start_goes_on_with_the_moments_and_their_count(home: Path) -> None:
-    finish(home, stage(home, "sft", "tiny", "--run", "warm", "--warm-start", "--num-iterations", "2"))
+    finish(home, stage(home, "sft", "tiny", "--run", "warm", "--load-optimizer", "--num-iterations", "2"))
     state = json.loads((home / "runs" / "warm" / "sft" / "step_000002" / "state.json").read_text())
     assert state["updates"] == 4 + 2
 

@@ -142,7 +142,7 @@ def test_a_timed_run_goes_on_with_the_rows_it_began_with(
     words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also on a machine that would choose other ones."""
-    monkeypatch.setattr(budget, "LEAST_ROW", 128)
+    monkeypatch.setattr(budget, "MIN_ROW", 128)
     where = ["--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0", "--depth", "2"]
     sizes = [*where, "--dim", "32", "--head-dim", "16", "--device-batch-size", "1"]
 
@@ -176,7 +176,7 @@ def test_minutes_choose_the_depth() -> None:
     h200, little, much = find("H200"), 50_000_000, 10**10
     assert depths([3, 10], h200, little, fp8=True) == [12, 20]  # that were tried
     short, long = depths([1, 600], h200, little)
-    assert budget.LEAST_DEPTH <= short < 12
+    assert budget.MIN_DEPTH <= short < 12
     shape = budget.shape_of(BaseConfig(), 16384, long + 1)
     assert shape.total_parameters > budget.MAX_PARAMETERS * little  # what ends it is the text, not the time
     found = depths([1, 10, 100, 1000], h200, much)
@@ -189,7 +189,7 @@ def test_minutes_choose_the_depth() -> None:
         assert budget.token_budget(config, deeper) > budget.expected_token_budget(config, deeper, h200)
     small = replace(h200, memory=2**33)
     assert depths([10**6], small, much)[0] < depths([10**6], h200, much)[0]
-    assert depths([0.001], this_cpu(), little) == [budget.LEAST_DEPTH]
+    assert depths([0.001], this_cpu(), little) == [budget.MIN_DEPTH]
 
 
 def test_minutes_choose_rows_of_which_there_is_time_for_many_steps() -> None:

@@ -134,9 +134,9 @@ def test_rows_can_be_shorter_than_those_of_the_model(home: Path) -> None:
     [
         (["--reward", "judges:nothing"], "judges:nothing"),
         (["--data", "smoltalk"], "smoltalk"),
-        (["--warm-start"], "--warm-start means nothing here"),
-        (["--total-batch-size", "768"], "--total-batch-size means nothing here"),
-        (["--rhythm", "stream"], "--rhythm stream generates while it trains: give the address of a server (--rollouts"),
+        (["--warm-start"], "--warm-start is not done here: RL starts from weights alone; leave it out"),
+        (["--total-batch-size", "768"], "--total-batch-size is not done here: a step is --prompts-per-step times"),
+        (["--rhythm", "stream"], "--rollout-mode stream generates while it trains: give the address of a server"),
     ],
 )
 def test_wrong_input_is_one_sentence(home: Path, flags: list[str], says: str) -> None:

@@ -45,7 +45,7 @@ def local(home: Path) -> str:
 @pytest.fixture(scope="module")
 def stream(home: Path, server: Server) -> str:
     """The name of a run that trains on groups as they finish."""
-    finish(home, words("stream", "--rhythm", "stream", "--rollouts", server.url, steps=STEPS))
+    finish(home, words("stream", "--rollout-mode", "stream", "--rollouts", server.url, steps=STEPS))
     return "stream"
 
 
@@ -135,7 +135,7 @@ def test_stream_trains_on_the_same_answers_at_first(home: Path, local: str, stre
 
 
 def test_a_killed_trainer_of_a_server_goes_on_with_the_same_answers(home: Path, server: Server, stream: str) -> None:
-    command = words("killed", "--rhythm", "stream", "--rollouts", server.url, steps=STEPS)
+    command = words("killed", "--rollout-mode", "stream", "--rollouts", server.url, steps=STEPS)
     kill_in(home, command, step=3)
     finish(home, command)
     assert_near(home, "killed", stream)
@@ -145,7 +145,7 @@ def test_a_killed_trainer_of_a_server_goes_on_with_the_same_answers(home: Path, 
 def test_async_keeps_the_bound_and_finishes_whoever_is_killed(home: Path, server: Server, local: str) -> None:
     """The trainer in the middle, later its server, which comes back with the weights that it was started with."""
     steps = 6
-    command = words("async", "--rhythm", "async", "--staleness", "2", "--rollouts", server.url, steps=steps)
+    command = words("async", "--rollout-mode", "async", "--staleness", "2", "--rollouts", server.url, steps=steps)
     kill_in(home, command, step=2)
     process = start(home, command)
     wait_until(lambda: process.poll() is not None or done(home, "async") >= 3)
@@ -163,7 +163,7 @@ def test_async_keeps_the_bound_and_finishes_whoever_is_killed(home: Path, server
 
 
 def test_a_workflow_is_asked_of_a_server(home: Path, server: Server) -> None:
-    flags = "--rhythm", "stream", "--rollouts", server.url, "--workflow", "judges:twice"
+    flags = "--rollout-mode", "stream", "--rollouts", server.url, "--workflow", "judges:twice"
     run_here(home, words("turns", *flags, steps=2))
     rows = rows_of(home, "turns")
     assert len(rows) == 2

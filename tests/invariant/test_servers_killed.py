@@ -66,7 +66,7 @@ def whole(home: Path, servers: list[Server]) -> str:
 def command(run: str, rhythm: str, servers: list[Server]) -> list[str]:
     """Of a run that asks these servers, or one of its own where there are none."""
     where = ["--rollouts", ",".join(server.url for server in servers)] if servers else ["--rollout-devices", "1"]
-    flags = ["--reward", "witness:whole", "--save-every", "1", "--keep", str(STEPS), "--rhythm", rhythm]
+    flags = ["--reward", "witness:whole", "--save-every", "1", "--keep", str(STEPS), "--rollout-mode", rhythm]
     return words(run, *flags, *where, steps=STEPS)
 
 

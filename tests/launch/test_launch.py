@@ -18,9 +18,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ascendchat import processes
-from ascendchat.config import NotSaved, parse
+from ascendchat.config import parse
 from ascendchat.config.commands import LaunchConfig
-from ascendchat.errors import OutOfMemory, UserError, home
+from ascendchat.errors import NotSaved, OutOfMemory, UserError, home
 from ascendchat.launch import command, plan, rank, torchrun
 
 SLURM = {"SLURM_JOB_ID": "42", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -296,6 +296,7 @@ def test_a_rank_whose_whole_group_is_gone_is_no_error(tmp_path: Path) -> None:
 RANK = """
 import os, subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], close_fds=False)
+sys.stdin.read()
 os.write(int(sys.argv[1]), b"+")
 time.sleep(300 if sys.argv[2] == "stays" else 0)
 """
@@ -308,10 +309,10 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subp
     (tmp_path / "attempt_0").mkdir()
     words = [sys.executable, "-m", "ascendchat.launch.rank", "begin", "-c", RANK, str(theirs), request.param]
     environ = {**os.environ, "RANK": "5", processes.RANK_FILES: str(tmp_path / "attempt_0" / "node_1_rank_")}
-    process = subprocess.Popen(words, env=environ, pass_fds=[theirs], start_new_session=True)
+    process = subprocess.Popen(words, env=environ, pass_fds=[theirs], stdin=subprocess.PIPE, start_new_session=True)
     os.close(theirs)
     try:
-        assert os.read(ours, 1) == b"+"
+        assert os.read(ours, 1) == b"+", "it waits for input"
         if request.param == "went":
             process.wait()
         yield process, ours

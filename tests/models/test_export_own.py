@@ -24,11 +24,12 @@ from ascendchat.config.serve import ServeConfig
 from ascendchat.data.chat.template import render, render_prompt
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
-from ascendchat.engine.open import engine_for
+from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.engine.request import Request, Sampling
 from ascendchat.errors import UserError, home
-from ascendchat.models.export import describe, draft_of, export, export_adapter
-from ascendchat.models.open import Opened, open_model
+from ascendchat.models.export import draft_of, export, export_adapter
+from ascendchat.models.folder import describe
+from ascendchat.models.open import OpenedModel
 from ascendchat.nn.attention import dense
 from ascendchat.parallel.context import joined
 from ascendchat.serve.prompts import open_tokenizer
@@ -101,9 +102,9 @@ def save_run(name: str, stage: str) -> None:
     writer.wait()
 
 
-def opened(**named: Any) -> Opened:
+def opened(**named: Any) -> OpenedModel:
     with joined(pick("cpu")) as here:
-        return open_model(here, ModelConfig(device_type="cpu", **named), None)
+        return open_for_generation(here, ModelConfig(device_type="cpu", **named), None)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +175,7 @@ def test_chat_serve_and_eval_open_an_exported_model_as_their_own(
 ) -> None:
     folder = str(exported["mine"])
     found = opened(checkpoint=folder)
-    assert (type(found.model).__name__, found.chats, found.checkpoint.step) == ("GPT", True, 7)
+    assert (type(found.model).__name__, found.chats, found.source.step) == ("GPT", True, 7)
     assert main(["chat", "--model", folder, "-p", "hello", "--max-tokens", "5", "--device-type", "cpu"]) == 0
     asked = ["eval", "chat", "--model", folder, "--tasks", "toy_arithmetic_en", "--max-per-task", "2"]
     assert main([*asked, "--max-new-tokens", "4", "--device-type", "cpu"]) == 0

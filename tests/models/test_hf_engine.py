@@ -13,7 +13,7 @@ import torch
 from ascendchat.device import pick
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Request, Sampling
-from ascendchat.models.folder import OpenedFolder
+from ascendchat.models.folder import LoadedModel
 from ascendchat.nn.attention import KERNELS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,14 +22,14 @@ PROMPTS = [[5, 6, 7], [9] * 30, list(range(40, 61))]
 
 
 @pytest.fixture(scope="module", params=hf_models.KINDS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, OpenedFolder]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]:
     """A model of transformers, and the same as we open it."""
     folder = tmp_path_factory.mktemp("hf") / request.param
     made = hf_models.save(folder, request.param)
     return made, hf_models.opened(folder)
 
 
-def engine(opened: OpenedFolder, slots: int = 2, **options: Any) -> Engine:
+def engine(opened: LoadedModel, slots: int = 2, **options: Any) -> Engine:
     device = pick("cpu", dtype="fp32", compiled=False)
     known = {"slots": slots, "context": 96, **options}
     return Engine(opened.model, KERNELS["sdpa"], opened.tokenizer, device, CPU, **known)
@@ -50,7 +50,7 @@ def generated(theirs: Any, prompt: list[int], count: int = 12) -> tuple[list[int
     return ids.tolist(), logprobs.gather(-1, ids[:, None])[:, 0].tolist()
 
 
-def test_greedy_answers_are_those_of_generate_whoever_runs_beside(pair: tuple[Any, OpenedFolder]) -> None:
+def test_greedy_answers_are_those_of_generate_whoever_runs_beside(pair: tuple[Any, LoadedModel]) -> None:
     theirs, opened = pair
     answers = engine(opened).generate([Request(prompt, greedy()) for prompt in PROMPTS])
     for prompt, answer in zip(PROMPTS, answers):
@@ -59,7 +59,7 @@ def test_greedy_answers_are_those_of_generate_whoever_runs_beside(pair: tuple[An
         assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
-def test_a_prompt_goes_on_behind_one_that_is_in_the_cache(pair: tuple[Any, OpenedFolder]) -> None:
+def test_a_prompt_goes_on_behind_one_that_is_in_the_cache(pair: tuple[Any, LoadedModel]) -> None:
     theirs, opened = pair
     running = engine(opened, slots=1, prefill_tokens=32)  # and is read in pieces
     head = [number * 7 % 300 for number in range(66)]

@@ -12,7 +12,7 @@ import torch
 
 from ascendchat.cli import main
 from ascendchat.errors import UserError, home
-from ascendchat.models.folder import OpenedFolder
+from ascendchat.models.folder import LoadedModel
 from ascendchat.models.lora import LoraSettings, adapter_weights, add_lora, load_adapter, merge, write_adapter
 from ascendchat.nn.attention import Reference, dense
 
@@ -44,7 +44,7 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=float(wanted.abs().max()) * 1e-4, rtol=0.0)
 
 
-def opened(folder: Path, kind: str) -> OpenedFolder:
+def opened(folder: Path, kind: str) -> LoadedModel:
     if not (folder / "config.json").exists():
         hf_models.save(folder, kind, num_hidden_layers=2)
     return hf_models.opened(folder)

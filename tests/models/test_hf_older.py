@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from ascendchat.models.causal_lm import CausalLM
-from ascendchat.models.export import describe
-from ascendchat.models.folder import find, read_tokenizer
+from ascendchat.models.folder import describe, find, read_tokenizer
 from ascendchat.models.import_transformers import library
 from ascendchat.models.transformers_4 import add_old_names
 

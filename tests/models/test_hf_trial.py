@@ -13,11 +13,10 @@ import torch
 from test_hf_engine import PROMPTS, engine, generated, greedy
 
 from ascendchat.engine.cache import KVCache
-from ascendchat.engine.open import try_engine
+from ascendchat.engine.open import check_engine
 from ascendchat.engine.request import Request
 from ascendchat.errors import UserError
-from ascendchat.models.folder import OpenedFolder, find
-from ascendchat.models.trained import open_hf
+from ascendchat.models.folder import LoadedModel, find
 from ascendchat.nn.attention import KERNELS, dense, documents
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,14 +31,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def opened(folder: Path, **named: Any) -> OpenedFolder:
+def opened(folder: Path, **named: Any) -> LoadedModel:
     """As every command opens it. `named`: what config.json says besides."""
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **named}))
     found = find(folder)
     assert found is not None
-    model = open_hf(found, torch.float32, None, "")
-    try_engine(model)
+    model = found.load(torch.float32)
+    check_engine(model)
     return model
 
 

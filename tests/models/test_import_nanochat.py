@@ -20,11 +20,10 @@ from ascendchat.config.serve import ServeConfig
 from ascendchat.data.chat.template import Counts, render, render_pieces, render_prompt
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
-from ascendchat.engine.open import engine_for
+from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.engine.request import Request, Sampling
 from ascendchat.errors import UserError, home
 from ascendchat.models.nanochat import read_tokenizer
-from ascendchat.models.open import open_model
 from ascendchat.nn.attention import dense
 from ascendchat.parallel.context import joined
 from ascendchat.serve.prompts import open_tokenizer
@@ -55,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def opened(run: str) -> Any:
     with joined(pick("cpu")) as here:
-        return open_model(here, ModelConfig(run=run, device_type="cpu"), None)
+        return open_for_generation(here, ModelConfig(run=run, device_type="cpu"), None)
 
 
 @pytest.mark.parametrize("era", nanochat.ERAS)
@@ -64,7 +63,7 @@ def test_the_imported_model_has_the_logits_and_answers_of_the_published_formulas
 ) -> None:
     assert main(["import", "nanochat", str(made[era]), "--run", "theirs"]) == 0
     found = opened("theirs")
-    assert (found.checkpoint.step, found.checkpoint.state["stage"]) == (5, "base")
+    assert (found.source.step, found.source.state["stage"]) == (5, "base")
     assert found.model.shape.formulas == f"nanochat-{era}"
     config = nanochat.sizes(era, VOCAB)
     given = torch.load(made[era] / "base_checkpoints" / "d4" / "model_000004.pt", weights_only=True)
@@ -281,7 +280,7 @@ def test_sft_goes_on_from_it_and_chat_answers(
     assert main("chat --run theirs -p hello -t 0 --max-tokens 8 --device-type cpu".split()) == 0
     assert capsys.readouterr().out.strip()
     with pytest.raises(UserError, match="without the state of its optimizer"):
-        before.checkpoint.reader()(Shard("head", "first", 0, 4))
+        before.source.reader()(Shard("head", "first", 0, 4))
 
 
 @pytest.mark.slow

@@ -12,23 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from ascendchat.chips import KINDS
+from ascendchat.device import cuda_attention, npu_attention
+from ascendchat.device.cuda_attention import Flash, decode_by_products, window_blocks, window_mask_mod
+from ascendchat.device.npu_attention import NpuFusion
 from ascendchat.errors import UserError
 from ascendchat.nn import attention
-from ascendchat.nn.attention import (
-    KERNELS,
-    Eager,
-    Flash,
-    NpuFusion,
-    Reference,
-    Sdpa,
-    cache_mask,
-    choose,
-    decode_fault,
-    inside,
-    products,
-    visible,
-    window_blocks,
-)
+from ascendchat.nn.attention import Eager, Reference, Sdpa, cache_mask, choose, decode_fault, kernels, visible
 
 EXACT = pytest.mark.parametrize("kernel", [Reference(), Sdpa(), Eager()], ids=lambda k: k.name)
 
@@ -110,8 +100,8 @@ def test_a_gpu_decodes_by_the_kernel_for_its_rows_and_window(monkeypatch: pytest
     kernel, called, compiling = Flash(), [], [True]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling[0])
     stand_in: Any = SimpleNamespace(one_query=lambda *known: called.append("one_query"))
-    monkeypatch.setitem(sys.modules, "ascendchat.nn.triton_decoding", stand_in)
-    monkeypatch.setattr("ascendchat.nn.attention.products", lambda *known: called.append("products"))
+    monkeypatch.setitem(sys.modules, "ascendchat.device.triton_attention", stand_in)
+    monkeypatch.setattr("ascendchat.device.cuda_attention.decode_by_products", lambda *known: called.append("products"))
     kernel.triton = True
     for rows, compiles, expected in ((8, True, "one_query"), (9, True, "products"), (9, False, "one_query")):
         compiling[0] = compiles
@@ -123,7 +113,7 @@ def test_a_gpu_decodes_by_the_kernel_for_its_rows_and_window(monkeypatch: pytest
         there, values = behind(queries, window)
         torch.testing.assert_close(kernel.cached(*there, HELD, window, 0.3).double(), values, atol=2e-6, rtol=1e-5)
     assert not called
-    torch.testing.assert_close(products(*there, HELD, 0.3).double(), values, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(decode_by_products(*there, HELD, 0.3).double(), values, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("length", [4, 6])
@@ -163,14 +153,14 @@ def test_a_kernel_that_decodes_wrongly_is_found_before_it_is_used() -> None:
 
 
 def test_the_best_kernel_that_can_run_is_chosen_or_exactly_the_one_asked_for() -> None:
-    assert list(KERNELS) == ["npu_fusion", "flash", "sdpa", "eager", "reference"]
+    offered = {kind: list(kernels(kind)) for kind in (*KINDS, "meta")}
+    own = {"npu": ["npu_fusion"], "cuda": ["flash"]}
+    assert offered == {kind: [*own.get(kind, []), "sdpa", "eager", "reference"] for kind in offered}
     kernel, reason = choose("cpu", torch.float32, 64)
-    assert kernel.name == "sdpa"
-    assert "npu_fusion (it needs an Ascend NPU" in reason
-    assert "flash (it needs a CUDA device" in reason
+    assert (kernel.name, reason) == ("sdpa", "attention: sdpa")
     assert choose("cpu", torch.float32, 64, "eager")[1] == "attention: eager (asked for)"
     for place, name, said in (
-        ("cpu", "flash", "flash cannot run: it needs a CUDA device, this is cpu"),
+        ("cpu", "flash", "there is no attention kernel 'flash'; choose from: sdpa, eager, reference"),
         ("cuda", "flash", "not float32"),
         ("cpu", "flsh", "there is no attention kernel 'flsh'"),
     ):
@@ -196,7 +186,7 @@ def test_the_fused_kernel_of_an_npu_says_what_it_cannot(
 ) -> None:
     npu = SimpleNamespace(is_bf16_supported=lambda: bf16, get_device_name=lambda: "Ascend910A")
     monkeypatch.setattr(torch, "npu", npu, raising=False)
-    monkeypatch.setattr(attention, "decode_fault", lambda *known: None)
+    monkeypatch.setattr(npu_attention, "decode_fault", lambda *known: None)
     found = NpuFusion().refusal("npu", dtype, head_dim, decodes)
     assert found is None if said is None else said in (found or "")
 
@@ -226,7 +216,7 @@ def test_kernels_overlap_where_the_card_and_triton_can(
 ) -> None:
     """torch 2.6 and 2.7 bring a Triton that does not know the option: every step of decoding would end in an error."""
     known = {"triton"} | ({"triton.language.extra.cuda.gdc"} if triton == "3.4" else set())
-    monkeypatch.setattr(attention, "find_spec", lambda name: name if name in known else None)
+    monkeypatch.setattr(cuda_attention, "find_spec", lambda name: name if name in known else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert Flash().overlaps == (capability >= (9, 0) and triton == "3.4")
 
@@ -260,7 +250,7 @@ def test_blocks_of_a_window_are_those_that_torch_finds_in_the_whole_mask(length:
     expected, found = (
         vars(made)
         for made in (
-            create_block_mask(partial(inside, window), None, None, length, length, cpu),
+            create_block_mask(partial(window_mask_mod, window), None, None, length, length, cpu),
             window_blocks(length, window, cpu),
         )
     )
@@ -277,15 +267,15 @@ def test_blocks_of_a_window_are_those_that_torch_finds_in_the_whole_mask(length:
 
 def test_prompts_are_read_without_torchs_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of an operator imports it, which takes seconds; only who learns or compiles needs the operator."""
-    from ascendchat.nn import attention
-
     calls: list[tuple[Any, ...]] = []
     for name in ("_run", "_flash"):
-        monkeypatch.setattr(attention, name, lambda *known, name=name: (calls.append((name, *known[5:])), known)[1])
+        monkeypatch.setattr(
+            cuda_attention, name, lambda *known, name=name: (calls.append((name, *known[5:])), known)[1]
+        )
     q = torch.zeros(1, 8, 2, 16)
-    attention.flash(q, q, q, None, 8, 4, 0.5)
+    cuda_attention.flash(q, q, q, None, 8, 4, 0.5)
     with torch.no_grad():
-        attention.flash(q.requires_grad_(), q, q, None, 8, 8, 0.5)
-    attention.flash(q, q, q, None, 8, 4, 0.5)
+        cuda_attention.flash(q.requires_grad_(), q, q, None, 8, 8, 0.5)
+    cuda_attention.flash(q, q, q, None, 8, 4, 0.5)
     limited = (8, 8, 3, 0, 0.5)
     assert calls == [("_run", *limited), ("_run", 8, 8, -1, 0, 0.5), ("_flash", *limited)]

@@ -12,9 +12,11 @@ from test_gpt import build
 from ascendchat.config.train import BenchTrainConfig
 from ascendchat.data.loader import MicroBatch
 from ascendchat.device import pick
+from ascendchat.device.cuda_attention import Flash, flash
+from ascendchat.device.npu_attention import NpuFusion
 from ascendchat.errors import UserError
 from ascendchat.eval.scorer import Example, ModelScorer
-from ascendchat.nn.attention import Attention, Eager, Flash, NpuFusion, Reference, Sdpa, documents, flash
+from ascendchat.nn.attention import Attention, Eager, Reference, Sdpa, documents
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss, token_nats
 from ascendchat.nn.model import Documents

@@ -12,7 +12,8 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from ascendchat.device import pick
-from ascendchat.nn.attention import Flash, Reference, documents
+from ascendchat.device.cuda_attention import Flash
+from ascendchat.nn.attention import Reference, documents
 from ascendchat.nn.gpt import GPT, PlainOps, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.sizes.shape import Shape

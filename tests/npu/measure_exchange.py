@@ -9,7 +9,7 @@ import torch
 
 import cannsim
 from ascendchat.device import pick
-from ascendchat.nn.attention import KERNELS
+from ascendchat.nn.attention import kernels
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, adamw_groups, groups
@@ -37,7 +37,7 @@ def measure(together: int) -> dict[str, tuple[float, float]]:
         model.to(place)
         optimizer = MuonAdamW(groups(model, schedule.rates(SHAPE.dim, 2**15)), compute_dtype=device.dtype)
     rates = {"lr_scale": 1.0} if together else {"lr_scale": 1.0, "momentum": 0.9, "matrix_decay": 0.1}
-    attend = dense(model, KERNELS["npu_fusion"])
+    attend = dense(model, kernels("npu")["npu_fusion"])
     for step in range(1 + STEPS):
         if step == 1:
             cannsim.reset()

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 import cannsim
 from ascendchat.device import Device
+from ascendchat.device.npu_attention import NpuSdpa
 from ascendchat.engine.engine import Request, Sampling
 from ascendchat.engine.sampling import columns, seed_keys, uniform
-from ascendchat.nn.attention import KERNELS, Reference, Sdpa, choose
+from ascendchat.nn.attention import Reference, choose, kernels
 
 OnNpu = Callable[..., list[Any]]
 CONTEXT = 48
@@ -102,8 +103,9 @@ def test_lengths_come_from_the_host_and_graphs_are_updated(device: Device) -> No
 FAULTY = """
     import torch
     from ascendchat.device import pick
-    from ascendchat.config import UserError
-    from ascendchat.nn.attention import KERNELS, NpuFusion, Reference, choose
+    from ascendchat.device.npu_attention import NpuFusion
+    from ascendchat.errors import UserError
+    from ascendchat.nn.attention import Reference, choose, kernels
     from ascendchat.nn.attention import cache_mask
     from ascendchat.nn.attention import decode_fault
 
@@ -112,9 +114,9 @@ FAULTY = """
             return self.cached(q, k, v, torch.tensor(held, device=q.device), k.size(1), scale)
 
     pick("npu").bind(0)
-    print("lengths:", decode_fault(KERNELS["npu_fusion"], Reference(), "npu", torch.bfloat16, 64))
+    print("lengths:", decode_fault(kernels("npu")["npu_fusion"], Reference(), "npu", torch.bfloat16, 64))
     print("masks:", decode_fault(Masked(), Reference(), "npu", torch.bfloat16, 64))
-    KERNELS["npu_fusion"] = Masked()
+    kernels("npu")["npu_fusion"] = Masked()
     print(choose("npu", torch.bfloat16, 64, decodes=True)[1])
     try:
         choose("npu", torch.bfloat16, 64, "npu_fusion", decodes=True)
@@ -155,7 +157,7 @@ def test_a_kernel_is_probed_once(device: Device) -> None:
 def test_what_the_fused_kernel_cannot_decode_is_known_before(
     device: Device, dtype: torch.dtype, head_dim: int, why: str
 ) -> None:
-    fused = KERNELS["npu_fusion"]
+    fused = kernels("npu")["npu_fusion"]
     assert fused.refusal("npu", dtype, head_dim) is None, "it trains"
     assert why in str(fused.refusal("npu", dtype, head_dim, decodes=True))
     kernel, reason = choose("npu", dtype, head_dim, decodes=True)
@@ -178,7 +180,7 @@ def test_grouped_queries_do_not_depend_on_a_flag_that_old_versions_forget(device
     seen = Seen()
     seen.flags = []
     with seen:
-        found = Sdpa().dense(q.npu(), k.npu(), v.npu(), 4, 0.25)
+        found = NpuSdpa().dense(q.npu(), k.npu(), v.npu(), 4, 0.25)
     assert seen.flags
     assert not any(seen.flags)
     torch.testing.assert_close(found.cpu(), Reference().dense(q, k, v, 4, 0.25), rtol=1e-4, atol=1e-4)

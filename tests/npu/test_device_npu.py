@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import cannsim
+from ascendchat.chips import KINDS
 from ascendchat.device import Device, describe, pick
 from ascendchat.device.accelerator import no_garbage_collection
-from ascendchat.device.env import NPU_TRAINING
 from ascendchat.errors import UserError
 
 pytestmark = pytest.mark.npu
@@ -27,7 +27,8 @@ OnNpu = Callable[..., Any]
 
 PROGRAM = """
 import json
-from ascendchat.config import UserError
+from ascendchat.chips import KINDS
+from ascendchat.errors import UserError
 from ascendchat.device import pick
 def result(*values):
     print("RESULT " + json.dumps(values))
@@ -167,15 +168,16 @@ def test_a_captured_graph_replays_with_new_inputs(device: Device) -> None:
 def test_the_profile_is_set_and_the_npu_runs_under_it(on_npu: OnNpu) -> None:
     code = f"""{PROGRAM}
 import os
-from ascendchat.device.env import NPU_TRAINING, prepare_environment
-for name in NPU_TRAINING:
+from ascendchat.chips import KINDS
+from ascendchat.device.env import prepare_environment
+for name in KINDS["npu"].environment:
     os.environ.pop(name, None)
 done = prepare_environment(None)
 import torch
 device = pick()
 result(done.set, device.type, (torch.ones(2, device=device.bind(0)) + 1).cpu().tolist())
 """
-    assert _result(on_npu(code)[0].output) == [NPU_TRAINING, "npu", [2.0, 2.0]]
+    assert _result(on_npu(code)[0].output) == [KINDS["npu"].environment, "npu", [2.0, 2.0]]
 
 
 def test_chips_without_bf16_compute_in_fp16_with_a_scaled_loss_and_refuse_bf16(on_npu: OnNpu) -> None:

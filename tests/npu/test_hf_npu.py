@@ -13,7 +13,7 @@ from ascendchat.device import pick
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Request, Sampling
 from ascendchat.models.fused import fuse
-from ascendchat.nn.attention import KERNELS, dense, documents
+from ascendchat.nn.attention import Reference, dense, documents, kernels
 from ascendchat.nn.loss import head_loss
 
 LENGTHS = np.array([7, 25, 32, 64], np.int32)
@@ -30,7 +30,7 @@ def test_packed_losses_and_gradients_are_those_of_the_cpu(tmp_path: Path) -> Non
     hf_models.save(tmp_path / kind, kind, num_hidden_layers=LAYERS)
     tokens = torch.randint(0, 300, (2, 65), generator=torch.Generator().manual_seed(0))
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for place, kernel in (("cpu", KERNELS["reference"]), ("npu", KERNELS["npu_fusion"])):
+    for place, kernel in (("cpu", Reference()), ("npu", kernels("npu")["npu_fusion"])):
         device = pick(place, dtype="fp32", compiled=False)
         where = device.bind(0)
         model = hf_models.opened(tmp_path / kind).model.to(where)
@@ -58,7 +58,7 @@ def test_answers_in_bf16_are_as_likely_as_the_cpu_finds_them(tmp_path: Path) -> 
     device = pick("npu", dtype="bf16", compiled=False)
     opened = hf_models.opened(tmp_path / "m")
     model = opened.model.to_compute(torch.bfloat16).to(device.bind(0))
-    kernel = KERNELS["npu_fusion"]
+    kernel = kernels("npu")["npu_fusion"]
     engine = Engine(model, kernel, opened.tokenizer, device, device.bind(0), slots=2, context=64)
     sampling = Sampling(8, 0.0, stop_tokens=(), logprobs=True)
     prompts = [[5, 6, 7], [9] * 20, [11, 12]]

@@ -12,8 +12,8 @@ import cannsim
 from ascendchat.cli import main
 from ascendchat.config.generate import ModelConfig
 from ascendchat.device import pick
-from ascendchat.models.open import open_model
-from ascendchat.nn.attention import KERNELS, dense
+from ascendchat.engine.open import open_for_generation
+from ascendchat.nn.attention import dense, kernels
 from ascendchat.parallel.context import joined
 
 RANKS = {bytes([value]): value for value in range(256)}
@@ -30,11 +30,11 @@ def test_logits_on_the_npu_are_those_of_the_published_formulas(tmp_path: Path, m
     nanochat.write_tokenizer(tmp_path / "tokenizer", STATE)
     assert main(["import", "nanochat", str(tmp_path), "--run", f"from-{era}"]) == 0
     with joined(pick("npu")) as here:
-        found = open_model(here, ModelConfig(run=f"from-{era}", device_type="npu"), None)
+        found = open_for_generation(here, ModelConfig(run=f"from-{era}", device_type="npu"), None)
     assert found.kernel.name == "sdpa"  # the fused kernels do not generate in float32
     tokens = torch.randint(0, 265, (2, 100), generator=torch.Generator().manual_seed(1))
     cannsim.reset()
-    hidden = found.model(tokens.to("npu:0"), dense(found.model, KERNELS["npu_fusion"], 100))
+    hidden = found.model(tokens.to("npu:0"), dense(found.model, kernels("npu")["npu_fusion"], 100))
     assert cannsim.launches()["aclnnFlashAttentionScore"] == 3
     ours = found.model.cap(hidden @ found.model.head[:265].t()).cpu()
     assert (ours.double() - nanochat.logits(era, config, given, tokens)).abs().max() < 1e-3

@@ -15,7 +15,8 @@ from small_training import learner, losses
 import cannsim
 from ascendchat import cli
 from ascendchat.device import Device, pick
-from ascendchat.nn.attention import KERNELS, NpuFusion, Reference, choose, documents
+from ascendchat.device.npu_attention import NpuFusion
+from ascendchat.nn.attention import Reference, choose, documents, kernels
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, groups
@@ -94,7 +95,7 @@ def vector_bytes(depth: int, rows: int) -> int:
     """Of one forward and backward pass of a model of width 64, but for its products."""
     shape = Shape.from_depth(depth, vocab=64, seq_len=32, dim=64, head_dim=32)
     model, _ = learner(shape, torch.device("npu:0"), torch.bfloat16, pick("npu").operators())
-    tokens, attend = torch.randint(0, 64, (rows, 32)).npu(), dense(model, KERNELS["npu_fusion"])
+    tokens, attend = torch.randint(0, 64, (rows, 32)).npu(), dense(model, kernels("npu")["npu_fusion"])
     model.rope(32, torch.bfloat16, tokens.device)
     cannsim.reset()
     model(tokens, attend).sum().backward()
@@ -148,7 +149,7 @@ def test_a_count_of_operators_is_that_of_the_launches(
     shape = Shape.from_depth(2, vocab=300, seq_len=32, dim=64, head_dim=32)
     model, optimizer = learner(shape, torch.device("npu:0"), torch.bfloat16, device.operators())
     tokens, weight = torch.randint(0, 300, (2, 33)).npu(), torch.tensor(1 / 64).npu()
-    attend = dense(model, KERNELS["npu_fusion"])
+    attend = dense(model, kernels("npu")["npu_fusion"])
     for _ in range(2):
         cannsim.reset()
         hidden = model(tokens[:, :-1], attend)
@@ -197,7 +198,7 @@ def test_the_eager_head_loss_moves_few_bytes_per_logit(device: Device) -> None:
 def test_the_fused_kernel_equals_the_reference(device: Device, window: int, kv_heads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     host = [torch.randn(2, 100, heads, 16, generator=generator) for heads in (4, kv_heads, kv_heads)]
-    found = KERNELS["npu_fusion"].dense(*(x.npu() for x in host), window, 0.4)
+    found = kernels("npu")["npu_fusion"].dense(*(x.npu() for x in host), window, 0.4)
     torch.testing.assert_close(found.cpu(), Reference().dense(*host, window, 0.4), atol=1e-5, rtol=1e-4)
 
 
@@ -206,7 +207,7 @@ def test_packed_documents_do_not_see_each_other(
     device: Device, monkeypatch: pytest.MonkeyPatch, window: int, most: int
 ) -> None:
     kernel, generator = NpuFusion(), torch.Generator().manual_seed(0)
-    monkeypatch.setattr(kernel, "MAX_DOCUMENTS", most)
+    monkeypatch.setattr("ascendchat.device.npu_attention.MAX_SEQUENCES", most)
     here = [torch.randn(2, 20, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)]
     there = [x.detach().npu().requires_grad_() for x in here]
     lengths = np.array([7, 1, 12, 20], np.int32)
@@ -257,7 +258,7 @@ def test_decoding_behind_a_cache_equals_the_reference(device: Device, queries: i
     q, k, v = (torch.randn(3, n, h, 16, generator=generator).half() for n, h in ((queries, 4), (20, 2), (20, 2)))
     lengths = torch.tensor([20, 9, 4])
     cannsim.reset()
-    found = KERNELS["npu_fusion"].cached(q.npu(), k.npu(), v.npu(), lengths.npu(), 6, 0.4)
+    found = kernels("npu")["npu_fusion"].cached(q.npu(), k.npu(), v.npu(), lengths.npu(), 6, 0.4)
     expected = Reference().cached(q, k, v, lengths, 6, 0.4)
     torch.testing.assert_close(found.cpu().float(), expected.float(), atol=3e-3, rtol=1e-2)
     assert any("FusedInferAttentionScore" in name for name in cannsim.launches())

@@ -11,9 +11,8 @@ from preference_runs import config_of, write_pairs
 
 import cannsim
 from ascendchat.device import pick
-from ascendchat.models.folder import at
-from ascendchat.models.trained import HFSource
-from ascendchat.nn.attention import KERNELS
+from ascendchat.models.folder import HFFolder
+from ascendchat.nn.attention import kernels
 from ascendchat.sizes.batch import Split
 from ascendchat.tasks.pairs import open_pair_mixture
 from ascendchat.train.model import TrainModel
@@ -34,9 +33,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage_on(kind: str, kernel: str, place: Path, method: str) -> PreferenceStage:
     device = pick(kind, dtype="fp32", compiled=False)  # type: ignore[arg-type]
     opened, config = hf_models.opened(place / "tiny", 96), config_of(place, "x", method, pref_ftx=0.1)
-    learner = TrainModel(opened.model.to(device.bind(0)), KERNELS[kernel], device, device.bind(0), by_document=True)
+    learner = TrainModel(
+        opened.model.to(device.bind(0)), kernels("npu")[kernel], device, device.bind(0), by_document=True
+    )
     mixture = open_pair_mixture(config.data, opened.tokenizer, 96, say=lambda line: None)
-    origin = HFSource(at(place / "tiny"))
+    origin = HFFolder(place / "tiny")
     return PreferenceStage(method, learner, Split(1, 3, 1, 192), 4, mixture, opened.tokenizer, config, origin)
 
 

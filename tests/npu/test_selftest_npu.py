@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from warm_process import ServerPopen
 import cannsim
 from ascendchat.cli import main
 from ascendchat.doctor import selftest, selftest_case
+from ascendchat.processes import ChildProcess
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,11 +121,20 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     for name, value in {**environment, "OMP_NUM_THREADS": "1", "HCCL_BUFFSIZE": "1", "PYTHONPATH": str(ROOT)}.items():
         monkeypatch.setenv(name, value)
 
-    def start(words: list[str], preexec_fn: object, **settings: Any) -> Any:
-        cold = "versions" in words and "norm" in words  # torch_npu asks for the version of CANN when it is imported
-        return (subprocess.Popen if cold else ServerPopen)(words, cwd=ROOT, **settings)
+    class Warm(ChildProcess):
+        """Starts warm, and so ends with the tests alone."""
 
-    monkeypatch.setattr(selftest_case, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": start}))
+        @classmethod
+        def start(
+            cls, words: Sequence[str], *, log: Path | None = None, tied: bool = False, **more: Any
+        ) -> ChildProcess:
+            assert log is not None
+            cold = "versions" in words and "norm" in words  # torch_npu asks for the version of CANN when it is imported
+            with log.open("ab") as file:
+                how = {"cwd": ROOT, "stdout": file, "stderr": file, "start_new_session": True, **more}
+                return cls((subprocess.Popen if cold else ServerPopen)(words, stdin=subprocess.DEVNULL, **how))
+
+    monkeypatch.setattr(selftest_case, "ChildProcess", Warm)
     return monkeypatch
 
 
@@ -143,7 +152,7 @@ def test_a_crash_is_a_verdict_and_not_the_end(tmp_path: Path, machine: pytest.Mo
         "failed", "failed", "held", "failed",
     ], found  # fmt: skip
     assert "belongs to CANN" in verdicts["versions"]["said"]
-    assert "SIGKILL" in verdicts["norm"]["said"]
+    assert "signal 9" in verdicts["norm"]["said"]
     assert "rank 1 was killed by SIGKILL" in verdicts["collectives"]["said"]
     assert (found["chip"], found["devices"], found["simulated"]) == ("Ascend910B3", 2, True)
     assert not [name for name in (str(tmp_path), socket.gethostname(), str(ROOT)) if name in text]

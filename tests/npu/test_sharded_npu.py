@@ -8,7 +8,7 @@ CODE = """
 import os, torch, cannsim
 from ascendchat.parallel import collectives
 from ascendchat.device import pick
-from ascendchat.nn.attention import KERNELS
+from ascendchat.nn.attention import kernels
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, adamw_groups
@@ -22,7 +22,7 @@ def train(place, kernel, first, last, optimizer_of):
     model = GPT(SHAPE)
     model.initialise(0)
     optimizer = optimizer_of(model)
-    attend, losses = dense(model, KERNELS[kernel]), []
+    attend, losses = dense(model, kernels("npu")[kernel]), []
     for step in range(3):
         rows = torch.randint(0, 61, (8, 25), generator=torch.Generator().manual_seed(step % 2))[first:last].to(place)
         loss = head_loss(model(rows[:, :-1], attend), model.head, rows[:, 1:], SHAPE.vocab)

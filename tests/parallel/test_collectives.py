@@ -65,9 +65,6 @@ def every_collective(rank: int) -> dict[str, Any]:
     seen["async"] = (late.tolist(), parts.tolist(), all_parts.tolist())
     seen["objects"] = collectives.gather_objects({"rank": rank, "text": "x" * (rank * 1000)})
     seen["object"] = collectives.broadcast_object({"from": rank}, src=size - 1)
-    seen["metrics"] = collectives.metrics({"loss": rank + 1.0, "accuracy": 0.25 * rank})
-    mine = {"loss": 1.0} if rank == 0 else {"other": 1.0}
-    seen["different metrics refused"] = size == 1 or raised(ValueError, collectives.metrics, mine)
     collectives.barrier()
     collectives.teardown()
     collectives.teardown()
@@ -127,9 +124,3 @@ def test_async_collectives_are_done_after_wait(results: list[dict[str, Any]]) ->
 def test_objects_travel(results: list[dict[str, Any]]) -> None:
     expected = [{"rank": rank, "text": "x" * (rank * 1000)} for rank in range(len(results))]
     assert all(r["objects"] == expected and r["object"] == {"from": len(results) - 1} for r in results)
-
-
-def test_metrics_are_averaged_by_name(results: list[dict[str, Any]]) -> None:
-    size = len(results)
-    assert all(r["metrics"] == {"accuracy": 0.125 * (size - 1), "loss": (size + 1) / 2} for r in results)
-    assert any(r["different metrics refused"] for r in results)

@@ -56,7 +56,7 @@ program, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 command = [sys.executable, "-c", program, str(folder / sys.argv[3])]
 rollouts.commands_of = lambda *_: [(command, dict(os.environ))]
 with joined(pick("cpu")) as here, contextlib.ExitStack() as stack:
-    rollouts.started(RlConfig(), folder, print, here, folder, rollouts.ServerSizes(1, 8), stack)
+    rollouts.start_servers(RlConfig(), folder, print, here, folder, rollouts.ServerSizes(1, 8), stack)
 """
 
 

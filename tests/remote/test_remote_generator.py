@@ -22,7 +22,7 @@ from ascendchat.data.chat.template import render_prompt
 from ascendchat.device import pick
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Completion, Generator, Piece, Request, Sampling
-from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
+from ascendchat.eval.chat_tasks import GeneratorChooser, TaskEvaluator, evaluate_task
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 from ascendchat.remote.client import RemoteGenerator
@@ -170,8 +170,8 @@ def test_eval_chat_gives_the_same_tokens_over_http(remote: RemoteGenerator) -> N
     found = []
     for generator in (local(make.model(3)), remote):
         recorder = Recorder(generator)
-        asking = Examiner(TEXT, GeneratorChooser(recorder), recorder, 8, samples=2, temperature=0.8, max_rows=3)
-        outcome = examine(named.load("toy_fact_en"), asking)
+        asking = TaskEvaluator(TEXT, GeneratorChooser(recorder), recorder, 8, samples=2, temperature=0.8, max_rows=3)
+        outcome = evaluate_task(named.load("toy_fact_en"), asking)
         found.append((alike(recorder.answers), outcome.right, outcome.cropped))
     assert found[0] == found[1]
     assert len(found[0][0]) == 3 * 2

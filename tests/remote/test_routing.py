@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ascendchat.remote.routing import BLOCK, BLOCKS, Candidate, blocks_of, choose, remember
+from ascendchat.remote.routing import BLOCK, MAX_BLOCKS, Candidate, blocks_of, choose, remember
 from ascendchat.serve.pool import MAX_PAUSE, pause_after
 
 LONG = list(range(5 * BLOCK))
@@ -27,9 +27,9 @@ def test_a_block_stands_for_itself_and_all_before_it() -> None:
 
 def test_only_so_many_blocks_are_remembered_the_newest_ones() -> None:
     blocks = known(LONG)
-    for n in range(BLOCKS):
+    for n in range(MAX_BLOCKS):
         remember(blocks, [n])
-    assert len(blocks) == BLOCKS
+    assert len(blocks) == MAX_BLOCKS
     assert not set(blocks_of(LONG)) & set(blocks)
     remember(blocks, [0])
     remember(blocks, [-1])

@@ -212,19 +212,19 @@ def test_what_was_just_found_is_shown_beside_earlier_results_of_the_same_setting
     mistyped = examined(tmp_path, missing("mmlu", "/mistyped"))
     assert sizes(mistyped.with_earlier()) == {"toy": 9, "mmlu": 0}
     assert counts(*stage_results(tmp_path, "chat")) == {"toy": 9, "mmlu": 40}  # it takes nothing away
-    assert mistyped.kept_instead() == ""
+    assert mistyped.better_earlier() == ""
     assert sizes(examined(tmp_path, result("toy", 4, model="1e")).with_earlier()) == {"toy": 4}
 
 
 def test_what_counts_instead_of_a_quick_look_is_said(tmp_path: Path) -> None:
-    assert examined(tmp_path, result("mmlu", 9)).kept_instead() == ""
+    assert examined(tmp_path, result("mmlu", 9)).better_earlier() == ""
     said = "what was found before still counts: mmlu over 9 of 40 (now 4)"
-    assert examined(tmp_path, result("mmlu", 4), result("gsm8k", 4)).kept_instead() == said
+    assert examined(tmp_path, result("mmlu", 4), result("gsm8k", 4)).better_earlier() == said
     other = {"settings": {"samples": 8}}
     said = "what was found before with other settings still counts: "
     quick = examined(tmp_path, result("mmlu", 4, **other), result("ceval", 9, **other))
-    assert quick.kept_instead() == said + "mmlu over 9 of 40 (now 4)"
-    assert examined(tmp_path, result("cmmlu", **other)).kept_instead() == said + "not what was found now"
+    assert quick.better_earlier() == said + "mmlu over 9 of 40 (now 4)"
+    assert examined(tmp_path, result("cmmlu", **other)).better_earlier() == said + "not what was found now"
     many = [[result(f"task{number}", size) for number in range(30)] for size in (9, 8)]
     examined(tmp_path, *many[0])
-    assert examined(tmp_path, *many[1]).kept_instead().endswith(" ...")
+    assert examined(tmp_path, *many[1]).better_earlier().endswith(" ...")

@@ -27,9 +27,9 @@ from ascendchat.checkpoint import Writer
 from ascendchat.config import parse
 from ascendchat.config.generate import ChatConfig
 from ascendchat.device import pick
-from ascendchat.engine.open import engine_for
+from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.errors import UserError, home
-from ascendchat.models.open import Opened, open_model
+from ascendchat.models.open import OpenedModel
 from ascendchat.parallel.collectives import World
 from ascendchat.parallel.context import Context
 from ascendchat.runs.run import run_folder
@@ -161,9 +161,9 @@ def test_a_text_for_a_base_model_begins_as_its_tokenizer_begins_texts() -> None:
         assert list(chat.request("hi").prompt) == [*opening, *tokenizer.encode("hi")]
 
 
-def opened(**names: str) -> Opened:
+def opened(**names: str) -> OpenedModel:
     device, config = pick("cpu"), ChatConfig(**names)  # type: ignore[arg-type]
-    return open_model(Context(device, World(), device.bind(0), lambda text: None), config, config.stage)
+    return open_for_generation(Context(device, World(), device.bind(0), lambda text: None), config, config.stage)
 
 
 def environment() -> dict[str, str]:
@@ -234,11 +234,11 @@ def test_the_last_stage_of_the_run_written_last_is_loaded() -> None:
     save("one", "base"), save("one", "sft"), save("two", "base")
     os.utime(run_folder("one", "sft") / "latest", (1, 1))
     os.utime(run_folder("one", "base") / "latest", (1, 1))
-    assert opened().checkpoint.folder.parent == run_folder("two", "base")
-    assert opened(run="one").checkpoint.state["stage"] == "sft"
-    assert opened(run="one", stage="base").checkpoint.folder.parent == run_folder("one", "base")
-    assert opened(stage="sft").checkpoint.folder.parent == run_folder("one", "sft")
-    assert opened(checkpoint=str(run_folder("two", "base"))).checkpoint.state["step"] == 1
+    assert opened().source.folder.parent == run_folder("two", "base")
+    assert opened(run="one").source.state["stage"] == "sft"
+    assert opened(run="one", stage="base").source.folder.parent == run_folder("one", "base")
+    assert opened(stage="sft").source.folder.parent == run_folder("one", "sft")
+    assert opened(checkpoint=str(run_folder("two", "base"))).source.state["step"] == 1
     aside = home() / "runs" / "three" / "base.old"  # by --resume never
     aside.mkdir(parents=True)
     (aside / "latest").write_text("step_000001")

@@ -33,7 +33,7 @@ from ascendchat.sizes.batch import (
 from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.schedule import REFERENCE_TOKENS
 from ascendchat.sizes.shape import Shape
-from ascendchat.train.rows import share_out
+from ascendchat.train.rows import share_out, total_flag
 
 STEADY = settings(derandomize=True, deadline=None, max_examples=30)  # the same examples on every machine
 
@@ -92,9 +92,12 @@ def test_rows_times_accumulation_is_the_batch_where_no_total_is_given(config: ty
 def test_accumulation_agrees_with_the_examples_of_a_step(config: type[ChatTrainConfig]) -> None:
     shape, cpu = Shape.from_depth(2, seq_len=128), pick("cpu")
     asked = config(device_batch_size=4, gradient_accumulation_steps=2, target_examples_per_step=8)
-    assert share_out(asked, shape, cpu, 8 * 128) == Split(1, 4, 2, 128)
+    given = total_flag(asked.total_batch_size, asked.target_examples_per_step)
+    assert share_out(asked, shape, cpu, 8 * 128, given=given) == Split(1, 4, 2, 128)
     with pytest.raises(UserError, match="--gradient-accumulation-steps 3 does not fit --target-examples-per-step 8: "):
-        share_out(replace(asked, gradient_accumulation_steps=3), shape, cpu, 8 * 128)
+        share_out(replace(asked, gradient_accumulation_steps=3), shape, cpu, 8 * 128, given=given)
+    with pytest.raises(UserError, match="say the same thing; give one of them"):
+        total_flag(1024, 8)
 
 
 def test_powers_of_two_are_split_exactly_whatever_the_devices() -> None:

@@ -15,7 +15,7 @@ from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.goals import train_parts
 from ascendchat.sizes.memory import (
     HEAD_CHUNK_BYTES,
-    LITTLE,
+    MAX_EXTRA,
     MAX_PADDING,
     MIB,
     activations,
@@ -56,7 +56,7 @@ def test_many_nodes_never_need_more_memory_each_than_one_but_for_padding(
     now = sum(training(shape, find(chip), many, rows, checkpointing).values())
     less, more = (elements(stacks(shape), team_size(stacks(shape), devices)) for devices in (few, many))
     assert now <= before + 16 * max(0, more - less)
-    assert more <= max(less, MAX_PADDING * elements(stacks(shape), 1), elements(stacks(shape), 1) + LITTLE)
+    assert more <= max(less, MAX_PADDING * elements(stacks(shape), 1), elements(stacks(shape), 1) + MAX_EXTRA)
 
 
 @STEADY
@@ -75,15 +75,15 @@ def test_memory_grows_with_the_batch_and_checkpointing_never_adds(
 
 
 @pytest.mark.parametrize(
-    ("depth", "rows", "vocab", "fused_mlp", "measured"),
-    [(6, 8, 16384, False, 3.232), (12, 16, 16384, False, 16.666), (20, 32, 32768, True, 68.321)],
+    ("depth", "rows", "vocab", "packaged", "measured"),
+    [(6, 8, 16384, (), 3.232), (12, 16, 16384, (), 16.666), (20, 32, 32768, ("mlp",), 68.321)],
 )
 def test_the_prediction_is_near_what_was_measured_on_an_h200(
-    depth: int, rows: int, vocab: int, fused_mlp: bool, measured: float
+    depth: int, rows: int, vocab: int, packaged: tuple[str, ...], measured: float
 ) -> None:
     """GiB, peak of torch's counter over real optimizer steps: `ascendchat bench train`, see docs/log.md."""
-    shape, chip = Shape.from_depth(depth, vocab=vocab), replace(find("H200"), fused_mlp=fused_mlp)
-    assert allocated(training(shape, chip, 1, rows)) / GIB == pytest.approx(measured, rel=0.02)
+    shape, chip = Shape.from_depth(depth, vocab=vocab), find("H200")
+    assert allocated(training(shape, chip, 1, rows, packaged=packaged)) / GIB == pytest.approx(measured, rel=0.02)
 
 
 def test_every_part_of_a_small_model_on_one_h200() -> None:
@@ -130,13 +130,17 @@ H200, NPU, OLD, CPU = (find(name) for name in ("H200", "Ascend910B3", "Ascend910
         (CPU, 4 * (3 * (5 * 64 + 3 * 96 + 2 * 256 + 128) + 4 * 32) + 3 * 4 * 4, 6 * 64 * 4, 3 * 64 * 4),
         # without fused attention the probabilities over the windows, twice
         (OLD, 2 * (3 * (5 * 64 + 4 * 96 + 2 * 256 + 128) + 4 * 32) + 4 * 4 * (128 + 128 + 512), 768, 384),
-        (replace(H200, fused_mlp=True), 2 * (3 * (5 * 64 + 2 * 96 + 256 + 128) + 2 * 32) + 3 * 4 * 4, 768, 384),
     ],
-    ids=["cuda", "npu", "cpu", "npu of 2019", "fused mlp"],
+    ids=["cuda", "npu", "cpu", "npu of 2019"],
 )
 def test_activations_of_a_token_counted_by_hand(chip: Chip, layers: int, outside: int, checkpointed: int) -> None:
     assert activations(SMALL, chip, 2, False) == 1024 * (layers + outside)
     assert activations(SMALL, chip, 2, True) == int(1024 * (outside + checkpointed + layers / 3))
+
+
+def test_an_mlp_of_a_package_keeps_its_hidden_layer_once() -> None:
+    saved = activations(SMALL, H200, 2, False) - activations(SMALL, H200, 2, False, ["mlp"])
+    assert saved == 1024 * 2 * 3 * 256  # tokens, bytes, layers, width
 
 
 def test_logits_of_the_whole_batch_never_exist() -> None:
@@ -169,7 +173,7 @@ def test_the_gradient_of_fused_attention_has_its_workspace_on_npus(chip: str, by
     [
         ((1000, 1000), 52, 1024, 64),  # 64 are 1.23 times 52
         ((4096, 2048), 8, 40, 10),  # 1.25 times just
-        ((2**20, 1), 1, 72, 9),  # eight more, which is LITTLE just
+        ((2**20, 1), 1, 72, 9),  # eight more, which is MAX_EXTRA just
         ((4096, 2048), 9, 24, 8),  # 12 would be a third more
         ((4096, 4096), 3, 16, 8),  # too much padding in any case: the devices of a node
         ((4096, 4096), 3, 4, 4),

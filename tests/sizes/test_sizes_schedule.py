@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.sizes.schedule import (
-    LEAST_BATCH,
     MAX_SHRINK,
+    MIN_BATCH,
     REFERENCE_TOKENS,
-    ahead,
-    averaged,
+    averaged_snapshots,
     full_decay,
     lr_scale,
     momentum,
+    mtp_weight,
     rates,
     warmdown_start,
     weight_decay,
@@ -68,9 +68,9 @@ def test_depth_12_at_its_own_batch_has_the_reference_rates() -> None:
 
 
 def test_batches_below_the_least_keep_its_rates() -> None:
-    assert rates(768, LEAST_BATCH) == rates(768, 2**11)
-    assert rates(768, LEAST_BATCH)["matrices"] == pytest.approx(0.02 * 0.125**0.5)
-    assert rates(768, 2 * LEAST_BATCH)["matrices"] == pytest.approx(0.01)
+    assert rates(768, MIN_BATCH) == rates(768, 2**11)
+    assert rates(768, MIN_BATCH)["matrices"] == pytest.approx(0.02 * 0.125**0.5)
+    assert rates(768, 2 * MIN_BATCH)["matrices"] == pytest.approx(0.01)
 
 
 @STEADY
@@ -88,9 +88,9 @@ def test_the_whole_shrinking_of_a_run_is_the_same_unless_one_step_would_shrink_t
 
 
 def test_the_token_after_next_counts_for_two_thirds_of_a_run_and_less_and_less() -> None:
-    assert ahead(0, 900) == 0.4
-    assert ahead(300, 900) == pytest.approx(0.2)
-    assert [ahead(step, 900) for step in (600, 899)] == [0, 0]
+    assert mtp_weight(0, 900) == 0.4
+    assert mtp_weight(300, 900) == pytest.approx(0.2)
+    assert [mtp_weight(step, 900) for step in (600, 899)] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_token_after_next_counts_for_two_thirds_of_a_run_and_less_and_less()
     [(1, []), (4, []), (10, [9]), (40, [36, 37, 38, 39]), (1774, [1619, 1641, 1663, 1685, 1707, 1729, 1751, 1773])],
 )
 def test_weights_of_the_last_tenth_are_averaged_the_last_ones_among_them(steps: int, taken: list[int]) -> None:
-    counts = [averaged(step, steps) for step in range(-1, steps)]
+    counts = [averaged_snapshots(step, steps) for step in range(-1, steps)]
     assert [step for step in range(steps) if counts[step + 1] > counts[step]] == taken
     assert counts[-1] == len(taken)
     assert all(0 <= b - a <= 1 for a, b in itertools.pairwise(counts)), "one at a time"

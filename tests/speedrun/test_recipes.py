@@ -29,7 +29,7 @@ from ascendchat.data.mixture import parse_entry
 from ascendchat.data.read import read_documents
 from ascendchat.errors import UserError, home
 from ascendchat.eval.chat import chosen_tasks
-from ascendchat.eval.core import load_bundle
+from ascendchat.eval.core_benchmark import load_bundle
 from ascendchat.plan.goals import train_plan
 from ascendchat.runs.run import run_folder
 from ascendchat.speedrun import command as speedrun

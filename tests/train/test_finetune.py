@@ -16,9 +16,8 @@ import torch
 
 from ascendchat.checkpoint import newest
 from ascendchat.cli import main
-from ascendchat.config import NotSaved
 from ascendchat.data.mixture import Batches
-from ascendchat.errors import UserError, home
+from ascendchat.errors import NotSaved, UserError, home
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS, dense
 from ascendchat.nn.optim import muon_groups
@@ -122,7 +121,7 @@ def test_a_model_is_in_training_mode_from_the_first_step_and_compiled_unless_it_
         assert stage.model.compiles_layers is not bool(fused)
         return 0
 
-    monkeypatch.setattr("ascendchat.train.start.fuse", lambda *_: fused)
+    monkeypatch.setattr("ascendchat.models.open.fuse", lambda *_: fused)
     monkeypatch.setattr("ascendchat.train.finetune.train_stage", begin)
     assert main([*words(place, "modes"), "--val-size", "0"]) == 0
 

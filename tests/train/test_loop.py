@@ -215,6 +215,16 @@ def test_a_spike_stops_the_run(tmp_path: Path, device: Device) -> None:
         fit(ToyStage(steps=80, losses={60: 9.0}), device, run, Options(save_every=0, eval_every=0))
 
 
+def test_the_dry_run_leaves_neither_gradients_nor_an_update(device: Device) -> None:
+    stage = ToyStage()
+    before = stage.model.weight.detach().clone()
+    loop.dry_run(stage, device, print)
+    assert stage.seen == [("loss", -1)], "it takes the path of every other micro-batch"
+    assert all(not gradient.any() for gradient in stage.optimizer.gradients())
+    assert torch.equal(stage.model.weight, before)
+    assert stage.optimizer.steps_done == 0
+
+
 def test_out_of_memory_in_the_dry_run_takes_the_next_smaller_batch(
     tmp_path: Path, device: Device, capsys: pytest.CaptureFixture[str]
 ) -> None:

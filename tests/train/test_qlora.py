@@ -26,7 +26,6 @@ from ascendchat.models.lora import LoraSettings, add_lora
 from ascendchat.models.quantize import check_packing, pack, packed_bytes
 from ascendchat.nn.attention import KERNELS, dense
 from ascendchat.sizes.hf import PACKED_BYTES, check_bits_on
-from ascendchat.train import start
 from ascendchat.train.finetune import checked
 
 __all__ = ["place"]  # a fixture
@@ -141,7 +140,7 @@ def test_a_run_takes_the_steps_of_a_plain_loop_and_leaves_the_base_as_it_is(
     import peft
 
     trained: list[Any] = []
-    monkeypatch.setattr(start, "pack", lambda model, at: (trained.append(model), pack(model, at))[1])
+    monkeypatch.setattr("ascendchat.models.open.pack", lambda model, at: (trained.append(model), pack(model, at))[1])
     assert main(words(place, "four", "--lora", "--bits", "4", "--lora-rank", "4", *more)) == 0
     said = capsys.readouterr().out
     assert "14 linear layers are held in 4 bits" in said
@@ -263,7 +262,7 @@ def test_what_cannot_be_packed_is_refused_before_a_model_is_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
-    monkeypatch.setattr(start, "open_hf", None)  # nobody gets as far as that
+    monkeypatch.setattr("ascendchat.train.start.open_for_training", None)  # nobody gets as far as that
     assert main([*words(place, "never"), *more]) == 2
     said = capsys.readouterr().err
     assert says in said

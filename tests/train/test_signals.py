@@ -43,7 +43,7 @@ def test_ranks_that_have_ended_do_not_end_one_that_writes_its_last_checkpoint(
         noted.set()  # the listener keeps the first signal in mind, and lets the run end by itself
         return 0.0
 
-    monkeypatch.setattr(signals, "ended", lambda: {1})
+    monkeypatch.setattr(signals, "lost_ranks", lambda: {1})
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=monotonic, time=time.time))
     monkeypatch.setattr(signals.StopSignals, "_end_alone", lambda self, number: left.set())
     with start(tmp_path) as run, signals.StopSignals(run) as stop:

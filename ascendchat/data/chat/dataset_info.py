@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.data.chat.tables import TableRow
-from ascendchat.data.chat.turns import CALLS, LEARNT, THOUGHTS, unpacked
+from ascendchat.data.chat.turns import CALLS, LEARNT, THOUGHTS, parse_list
 from ascendchat.data.fetch import SETS, folder_of
 from ascendchat.data.mixture import entry_text, parse_entry
 from ascendchat.data.read import COMPRESSIONS, format_of
@@ -198,11 +198,11 @@ def describe(folder: Path, name: str, entry: Mapping[str, Any]) -> ListedDataset
     if columns or entry.get("tags") or formatting == "openai":
         map_row = RENAMERS[formatting](columns, entry.get("tags") or {}, bool(entry.get("ranking")))
     samples = entry.get("num_samples")
-    path = place_of(folder, where, entry)
+    path = rows_path(folder, where, entry)
     return ListedDataset(name, path, bool(entry.get("ranking")), map_row, samples)
 
 
-def place_of(folder: Path, where: str, entry: Mapping[str, Any]) -> Path:
+def rows_path(folder: Path, where: str, entry: Mapping[str, Any]) -> Path:
     """Find the rows of an entry on this machine."""
     if (path := local_file(folder, entry)) is not None:
         return path
@@ -224,7 +224,7 @@ def alpaca_renamer(columns: Mapping[str, str], tags: Mapping[str, str], ranking:
     replies = ("chosen", "rejected") if ranking else ()
     output_columns = {"output": columns.get("response", "output"), "label": "label"}
     sources |= {name: columns.get(name, name) for name in replies} or output_columns
-    return lambda row: renamed(row, sources, ("instruction", *replies))
+    return lambda row: rename_columns(row, sources, ("instruction", *replies))
 
 
 def turns_renamer(
@@ -248,8 +248,8 @@ def turns_renamer(
         return {speaker: speakers.get(entry[role], entry[role]), **words, **calls, **flags}
 
     def map_row(row: TableRow) -> TableRow:
-        named = renamed(row, sources, (column,))
-        named[column] = [turn(entry) for entry in unpacked(named[column], "messages")]
+        named = rename_columns(row, sources, (column,))
+        named[column] = [turn(entry) for entry in parse_list(named[column], "messages")]
         return {name: turn(value) if name in ("chosen", "rejected") else value for name, value in named.items()}
 
     return map_row
@@ -262,7 +262,7 @@ RENAMERS: dict[str, Callable[[Mapping[str, str], Mapping[str, str], bool], MapRo
 }
 
 
-def renamed(row: TableRow, sources: Mapping[str, str | None], needed: Sequence[str]) -> TableRow:
+def rename_columns(row: TableRow, sources: Mapping[str, str | None], needed: Sequence[str]) -> TableRow:
     """The row under our names; a required column that is missing is a KeyError."""
     named = {ours: row[theirs] for ours, theirs in sources.items() if theirs and (theirs in row or ours in needed)}
     return {name: value for name, value in named.items() if value is not None or name in needed}

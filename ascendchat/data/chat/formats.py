@@ -39,18 +39,18 @@ from ascendchat.data.chat.tables import RowBudget, TableRow, TrackedRow, check_t
 from ascendchat.data.chat.template import LETTERS, Conversation, Part, render_choice
 from ascendchat.data.chat.turns import (
     ABOUT,
-    asked,
     cell,
-    checked,
+    cell_messages,
     column,
     history,
     message,
-    opened,
-    opening,
-    said,
-    spoken,
-    talk_in,
-    turns,
+    parse_talk,
+    parse_turns,
+    question_of,
+    speaker_message,
+    system_message,
+    validated,
+    with_system,
 )
 from ascendchat.errors import UserError
 from ascendchat.runs.console import inert
@@ -65,11 +65,11 @@ PROMPT, REPLY = "query|prompt|question|instruction|input", "response|completion|
 
 
 def openai(row: TableRow) -> Iterator[Conversation]:
-    yield opened(row, turns(row["messages"]))
+    yield with_system(row, parse_turns(row["messages"]))
 
 
 def sharegpt(row: TableRow) -> Iterator[Conversation]:
-    yield opened(row, turns(row["conversations"]))
+    yield with_system(row, parse_turns(row["conversations"]))
 
 
 def dpo(row: TableRow) -> Iterator[Conversation]:
@@ -77,12 +77,17 @@ def dpo(row: TableRow) -> Iterator[Conversation]:
 
 
 def alpaca(row: TableRow) -> Iterator[Conversation]:
-    yield opening(row) + history(row) + said(asked(row), "user") + said(cell(row, "output|response"), "assistant")
+    yield (
+        system_message(row)
+        + history(row)
+        + cell_messages(question_of(row), "user")
+        + cell_messages(cell(row, "output|response"), "assistant")
+    )
 
 
 def pair(row: TableRow) -> Iterator[Conversation]:
-    ask = said(asked(row, column(row, PROMPT)), "user")
-    yield opened(row, history(row) + ask) + said(cell(row, REPLY), "assistant")
+    ask = cell_messages(question_of(row, column(row, PROMPT)), "user")
+    yield with_system(row, history(row) + ask) + cell_messages(cell(row, REPLY), "assistant")
 
 
 def bilingual(row: TableRow) -> Iterator[Conversation]:
@@ -120,14 +125,14 @@ def parse_choice(row: TableRow) -> tuple[str, list[str], int]:
 def choice(row: TableRow) -> Iterator[Conversation]:
     question, choices, right = parse_choice(row)
     ask = [message("user", render_choice(question, choices)), message("assistant", LETTERS[right])]
-    yield opening(row) + history(row) + ask
+    yield system_message(row) + history(row) + ask
 
 
 def question(row: TableRow) -> Iterator[Conversation]:
-    answer = talk_in(row["answer"])
+    answer = parse_talk(row["answer"])
     reply = calculations(answer) if isinstance(answer, str) else answer
-    worked = [message("assistant", reply)] if isinstance(answer, str) else said(reply, "assistant")
-    yield opened(row, history(row) + said(asked(row, "question"), "user")) + worked
+    worked = [message("assistant", reply)] if isinstance(answer, str) else cell_messages(reply, "assistant")
+    yield with_system(row, history(row) + cell_messages(question_of(row, "question"), "user")) + worked
 
 
 def calculations(answer: str) -> str | list[Part]:
@@ -154,13 +159,13 @@ def text(row: TableRow) -> Iterator[Conversation]:
         yield [message("assistant", row["text"])]
     else:
         first = row["text"][: marks[0].start()].strip()
-        talk = [spoken(mark[1], row["text"][mark.end() : end].strip()) for mark, end in zip(marks, ends)]
+        talk = [speaker_message(mark[1], row["text"][mark.end() : end].strip()) for mark, end in zip(marks, ends)]
         yield [message("system", first), *talk] if first else talk
 
 
 def program(row: TableRow) -> Iterator[Conversation]:
-    ask = said(asked(row, column(row, f"{PROMPT}|text")), "user")
-    yield opened(row, history(row) + ask) + said(cell(row, "code"), "assistant")
+    ask = cell_messages(question_of(row, column(row, f"{PROMPT}|text")), "user")
+    yield with_system(row, history(row) + ask) + cell_messages(cell(row, "code"), "assistant")
 
 
 def reasoned(row: TableRow) -> Iterator[Conversation]:
@@ -201,15 +206,15 @@ def detect(row: TableRow, path: Path) -> Callable[[TableRow], Iterator[Conversat
     )
 
 
-def filled(value: Any, slots: Mapping[str, str]) -> Any:
+def fill_slots(value: Any, slots: Mapping[str, str]) -> Any:
     """The value with every {{slot}} in its texts replaced."""
     if isinstance(value, str):
         for name, words in slots.items():
             value = value.replace("{{" + name + "}}", words)
         return value
     if isinstance(value, list):
-        return [filled(entry, slots) for entry in value]
-    return {key: filled(entry, slots) for key, entry in value.items()} if isinstance(value, dict) else value
+        return [fill_slots(entry, slots) for entry in value]
+    return {key: fill_slots(entry, slots) for key, entry in value.items()} if isinstance(value, dict) else value
 
 
 def conversations(
@@ -232,13 +237,13 @@ def conversations(
 
     def read_row(row: TableRow) -> list[Conversation]:
         nonlocal reader
-        row = watched = TrackedRow(filled(row, slots) if slots else row)
+        row = watched = TrackedRow(fill_slots(row, slots) if slots else row)
         if map_row:
             row = map_row(row)
         reader = reader or detect(row, path)
         if reader not in (dpo, text) and str(row.get("label")).lower() == "false":  # as KTO's rows are marked
             raise ValueError("a reply of the label false would be learnt; leave out what is not to be learnt")
-        parsed = [checked(conversation) for conversation in reader(row)]
+        parsed = [validated(conversation) for conversation in reader(row)]
         unused.update(dict.fromkeys(watched.unused()))
         return parsed
 

@@ -42,21 +42,21 @@ from ascendchat.data.chat.template import (
     has_empty_reply,
     most_that_fit,
     render,
+    supported_messages,
     template_of,
     thoughtless_line,
-    writable,
 )
 from ascendchat.data.chat.turns import (
-    asked,
-    checked,
+    cell_messages,
     history,
     message,
-    opened,
-    opening,
-    said,
-    spoken,
-    talk_in,
-    turns,
+    parse_talk,
+    parse_turns,
+    question_of,
+    speaker_message,
+    system_message,
+    validated,
+    with_system,
 )
 from ascendchat.data.corpus import shuffled
 from ascendchat.data.mixture import Batch, Batches
@@ -94,7 +94,7 @@ def parse_pair(row: TableRow) -> Pair:
         shared += 1
     if shared == len(chosen) == len(rejected):  # equal replies: `pairs` drops and counts them
         shared = before_reply(chosen)
-    pair = Pair(*(checked(part) for part in (chosen[:shared], chosen[shared:], rejected[shared:])))
+    pair = Pair(*(validated(part) for part in (chosen[:shared], chosen[shared:], rejected[shared:])))
     if not any(message["role"] == "user" for message in pair.prompt):
         raise ValueError("it has no prompt that both replies answer")
     if not all(any(message["role"] == "assistant" for message in reply) for reply in (pair.chosen, pair.rejected)):
@@ -112,7 +112,7 @@ def before_reply(talk: Conversation) -> int:
 
 def talk_of(row: TableRow, side: str) -> Conversation:
     """The conversation up to the reply in this column."""
-    return with_reply(opened(row, history(row) + prompt_of(row)), row[side])
+    return with_reply(with_system(row, history(row) + prompt_of(row)), row[side])
 
 
 def prompt_of(row: TableRow) -> Conversation:
@@ -120,18 +120,18 @@ def prompt_of(row: TableRow) -> Conversation:
     name = next((name for name in PROMPTS if name in row), "")
     if not name:
         return []
-    return turns(row[name]) if name == "messages" else said(asked(row, name), "user")
+    return parse_turns(row[name]) if name == "messages" else cell_messages(question_of(row, name), "user")
 
 
 def with_reply(head: Conversation, reply: Any) -> Conversation:
     """Append a reply to a prompt. Some sets repeat the prompt in the reply."""
-    reply = talk_in(reply)
+    reply = parse_talk(reply)
     if isinstance(reply, str):
         question = head[-1]["content"] if head else ""
         if isinstance(question, str) and SPOKEN.match(question) and reply.startswith(question):
             return [*head[:-1], *marked_turns(reply)]  # hh-rlhf with its prompt in a column, too
         return [*head, message("assistant", reply)] if head else marked_turns(reply)
-    entries = turns([reply] if isinstance(reply, dict) else reply)
+    entries = parse_turns([reply] if isinstance(reply, dict) else reply)
     turns_of_prompt = [turn for turn in head if turn["role"] != "system"]
     system = [turn for turn in head if turn["role"] == "system"]
     lead = next((at for at, turn in enumerate(entries) if turn["role"] != "system"), 0)
@@ -149,18 +149,22 @@ def marked_turns(text: str) -> Conversation:
     text = "\n\n" + text.lstrip()
     marks = list(SPOKEN.finditer(text))
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
-    return [spoken(mark[1], text[mark.end() : end].strip()) for mark, end in zip(marks, ends)]
+    return [speaker_message(mark[1], text[mark.end() : end].strip()) for mark, end in zip(marks, ends)]
 
 
 def parse_swift(row: TableRow) -> tuple[Conversation, Conversation]:
     """Both conversations of an ms-swift row, with their prompt: (chosen, rejected)."""
-    chosen = opened(row, turns(row["messages"])) if "messages" in row else opening(row) + history(row) + query(row)
+    chosen = (
+        with_system(row, parse_turns(row["messages"]))
+        if "messages" in row
+        else system_message(row) + history(row) + query(row)
+    )
     head = chosen[: before_reply(chosen)]
     return chosen, with_reply(head, row["rejected_messages" if row.get("rejected_messages") else "rejected_response"])
 
 
 def query(row: TableRow) -> Conversation:
-    return said(asked(row, "query"), "user") + said(row["response"], "assistant")
+    return cell_messages(question_of(row, "query"), "user") + cell_messages(row["response"], "assistant")
 
 
 def pairs(
@@ -267,7 +271,7 @@ def render_pair(tokenizer: Encoder, pair: Pair, limit: int, counts: PairCounts) 
         counts.empty += 1
         return None
     talk = [*pair.prompt, *pair.chosen, *pair.rejected]
-    counts.thoughtless += writable(tokenizer, talk) is not talk
+    counts.thoughtless += supported_messages(tokenizer, talk) is not talk
     try:
         fitted = whole = rendered(pair.prompt)
         if fitted.longest > limit:
@@ -278,7 +282,7 @@ def render_pair(tokenizer: Encoder, pair: Pair, limit: int, counts: PairCounts) 
 
             count = most_that_fit(len(groups) - 1, lambda count: render_last(count).longest <= limit)
             fitted = render_last(count) if count else rendered(flat(groups[-1:]))
-            fitted = shortened(tokenizer, fitted, limit)
+            fitted = shorten_pair(tokenizer, fitted, limit)
     except UserError as error:
         counts.refused += 1
         counts.why = counts.why or str(error)
@@ -292,7 +296,7 @@ def render_pair(tokenizer: Encoder, pair: Pair, limit: int, counts: PairCounts) 
     return fitted
 
 
-def shortened(tokenizer: Encoder, pair: RenderedPair, limit: int) -> RenderedPair:
+def shorten_pair(tokenizer: Encoder, pair: RenderedPair, limit: int) -> RenderedPair:
     """Cut a pair to the end of the prompt and the beginning of the replies, as far as they fit."""
     if pair.longest <= limit:
         return pair
@@ -322,6 +326,7 @@ def pack_pairs(lengths: Sequence[tuple[int, int]], seq_len: int, window: int = W
         for i in sorted(members, key=lambda i: (-sum(lengths[i]), i)):
             left = room[:, : len(bins) - first_bin]
             fits = [fitting(lengths[i], left, rows) for rows in PLACEMENTS]
+            # (bins,) free positions of each bin that fits; the fullest is taken
             free = np.where(np.logical_or.reduce(fits), left.sum(0), 2 * seq_len + 1)
             at = int(free.argmin()) if free.size else 0
             if not free.size or free[at] > 2 * seq_len:

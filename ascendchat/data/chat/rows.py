@@ -73,6 +73,7 @@ class ChatRows:
         packed = best_fit(lengths, seq_len) if packing else [[number] for number in range(len(lengths))]
         self.members = [order[row] for row in packed]  # row -> its conversations
         self.per_epoch = len(self.members)
+        # Supervised tokens of each conversation, without its first token, which is never a target
         learnt = np.add.reduceat(self.mask, self.starts[:-1], dtype=np.int64) - self.mask[self.starts[:-1]]
         self._learnt = np.array([learnt[row].sum() for row in self.members])  # targets of each row
 
@@ -122,7 +123,7 @@ class ChatRows:
             at, before = 0, len(lengths)
             for i in self.members[self._order(epoch)[row]]:
                 begin, end = self.starts[i], self.starts[i + 1]
-                length = int(end - begin) - 1
+                length = int(end - begin) - 1  # the last token is only a target
                 inputs[n, at : at + length] = self.ids[begin : end - 1]
                 targets[n, at : at + length] = np.where(self.mask[begin + 1 : end], self.ids[begin + 1 : end], IGNORE)
                 lengths.append(length)

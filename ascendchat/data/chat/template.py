@@ -70,11 +70,11 @@ class Rendered(NamedTuple):
     mask: list[int]
 
     def __add__(self, other: Rendered) -> Rendered:  # type: ignore[override]
-        """Concatenate into new lists. For many parts use `joined`: a sum would copy the first part for each of them."""
+        """Concatenate into new lists. For many parts use `concatenated`: a sum would copy the first part each time."""
         return Rendered(self.ids + other.ids, self.mask + other.mask)
 
 
-def joined(parts: Iterable[Rendered]) -> Rendered:
+def concatenated(parts: Iterable[Rendered]) -> Rendered:
     """Concatenate all parts."""
     result = Rendered([], [])
     for part in parts:
@@ -186,7 +186,7 @@ def canonical(messages: Sequence[Message]) -> Conversation:
     return [{"role": role, "content": content_of(content_parts(parts))} for role, parts in turns]
 
 
-def writable(tokenizer: Encoder, messages: Sequence[Message]) -> Sequence[Message]:
+def supported_messages(tokenizer: Encoder, messages: Sequence[Message]) -> Sequence[Message]:
     """Drop the assistant's reasoning from a conversation, unless the model's chat template has a place for it."""
     template = template_of(tokenizer)
     return messages if (template and template.thoughts) or not has_thoughts(messages) else without_thoughts(messages)
@@ -206,7 +206,7 @@ def without_thoughts(messages: Sequence[Message]) -> Conversation:
     ]
 
 
-def spoken(tokenizer: Encoder, turns: Sequence[Message]) -> Conversation:
+def fold_system(tokenizer: Encoder, turns: Sequence[Message]) -> Conversation:
     """Fold system messages into the next user's, before its words and a blank line, if the tokenizer has no tokens
     for the system (nanochat's has none)."""
     if "<|system_start|>" in tokenizer.specials:
@@ -228,7 +228,7 @@ def spoken(tokenizer: Encoder, turns: Sequence[Message]) -> Conversation:
 
 def render_turns(tokenizer: Encoder, turns: Sequence[Message]) -> Rendered:
     """Render canonical messages one after the other."""
-    return joined(render_message(tokenizer, message) for message in spoken(tokenizer, turns))
+    return concatenated(render_message(tokenizer, message) for message in fold_system(tokenizer, turns))
 
 
 def render_message(tokenizer: Encoder, message: Message) -> Rendered:
@@ -256,10 +256,10 @@ def has_reply(messages: Sequence[Message]) -> bool:
 def has_empty_reply(messages: Sequence[Message]) -> bool:
     """True if the assistant says and calls nothing in one of its turns."""
     replies = (turn["content"] for turn in canonical(messages) if turn["role"] == "assistant")
-    return any(not text_of(reply).strip() and not calls(reply) for reply in replies)
+    return any(not text_of(reply).strip() and not has_calls(reply) for reply in replies)
 
 
-def calls(content: str | Sequence[Part]) -> bool:
+def has_calls(content: str | Sequence[Part]) -> bool:
     """True if a turn holds a call or its result."""
     return any(part["type"] in ("tool", "output") for part in content_parts(content))
 
@@ -270,7 +270,7 @@ def template_of(tokenizer: Encoder) -> _Template | None:
 
 def render(tokenizer: Encoder, messages: Sequence[Message]) -> Rendered:
     """Render a complete conversation, of any length."""
-    messages = writable(tokenizer, messages)
+    messages = supported_messages(tokenizer, messages)
     if template := template_of(tokenizer):
         return template.render(messages)
     return Rendered([tokenizer.specials["<|bos|>"]], [0]) + render_turns(tokenizer, canonical(messages))
@@ -314,7 +314,7 @@ def render_prompt(
     Longer than `limit` tokens: the oldest exchanges go first, system message and last exchange stay; if that is still
     too long, the system message goes, then the beginning of what remains.
     """
-    messages = writable(tokenizer, messages)
+    messages = supported_messages(tokenizer, messages)
     if template := template_of(tokenizer):
         return template.prompt(messages, limit, counts)
     special = tokenizer.specials
@@ -369,7 +369,7 @@ def render_pieces(tokenizer: Encoder, messages: Sequence[Message], limit: int, c
     if has_empty_reply(messages):
         counts.empty += 1
         return []
-    original, messages = messages, writable(tokenizer, messages)
+    original, messages = messages, supported_messages(tokenizer, messages)
     counts.thoughtless += messages is not original
     if template := template_of(tokenizer):
         return template.pieces(messages, limit, counts)

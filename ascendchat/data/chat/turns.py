@@ -1,7 +1,7 @@
 """Messages from published forms: the pieces that the readers of conversations and of pairs are made of.
 
-    spoken("gpt", "Hello.")              # {"role": "assistant", "content": "Hello."}
-    turns([{"from": "human", "value": "Hi"}, {"role": "assistant", "content": "Hello."}])
+    speaker_message("gpt", "Hello.")              # {"role": "assistant", "content": "Hello."}
+    parse_turns([{"from": "human", "value": "Hi"}, {"role": "assistant", "content": "Hello."}])
 
 `ascendchat sft --data FILE` comes here through formats.py, `finetune --stage dpo` through pairs.py.
 """
@@ -40,7 +40,7 @@ def role_of(speaker: Any) -> str | None:
     return SPEAKERS.get(str(speaker).strip().lower())
 
 
-def spoken(speaker: Any, content: Any) -> Message:
+def speaker_message(speaker: Any, content: Any) -> Message:
     """Build a message from a speaker under any name; a function call is a part of the assistant's turn."""
     role = role_of(speaker)
     if role is None:
@@ -53,7 +53,7 @@ def spoken(speaker: Any, content: Any) -> Message:
     return message("assistant", [{"type": "tool", "text": content}]) if role == "call" else message(role, content)
 
 
-def turn(entry: TableRow) -> Message:
+def parse_turn(entry: TableRow) -> Message:
     """Parse one message: ShareGPT's from and value; or role and content, where a message that calls tools needs no
     content. Reasoning stands before the assistant's words, unless they hold it, too."""
     speaker = entry["from" if "from" in entry else "role"]
@@ -63,30 +63,30 @@ def turn(entry: TableRow) -> Message:
             f"a reply of {mark} {entry[mark]} would be learnt like the others; leave out what is not to be learnt"
         )
     thought = next((text for name in THOUGHTS if isinstance(text := entry.get(name), str) and text.strip()), "")
-    built = words_of(entry, speaker)
+    built = parse_words(entry, speaker)
     if not thought or built["role"] != "assistant" or "</think>" in text_of(built["content"]):
         return built
     return message("assistant", [{"type": "thought", "text": thought}, *content_parts(built["content"])])
 
 
-def words_of(entry: TableRow, speaker: Any) -> Message:
+def parse_words(entry: TableRow, speaker: Any) -> Message:
     """Parse the words and the calls of a message."""
     if "from" in entry:
-        return spoken(speaker, entry["value"])
+        return speaker_message(speaker, entry["value"])
     calls = entry.get(CALLS[0]) or ([entry[CALLS[1]]] if entry.get(CALLS[1]) else [])
     if not calls:
-        return spoken(entry["role"], or_empty(entry["content"]))
-    words = spoken(entry["role"], or_empty(entry.get("content")))["content"]
+        return speaker_message(entry["role"], empty_for_null(entry["content"]))
+    words = speaker_message(entry["role"], empty_for_null(entry.get("content")))["content"]
     parts = words if isinstance(words, list) else [{"type": "text", "text": words}] if words else []
-    return message("assistant", [*parts, *({"type": "tool", "text": called(call)} for call in calls)])
+    return message("assistant", [*parts, *({"type": "tool", "text": call_text(call)} for call in calls)])
 
 
-def or_empty(content: Any) -> Any:
+def empty_for_null(content: Any) -> Any:
     """Replace null by an empty text; a number stays a number, 0 too, and is refused later."""
     return "" if content is None else content
 
 
-def called(call: TableRow) -> str:
+def call_text(call: TableRow) -> str:
     """Format a tool call as the text the model produces."""
     function = call.get("function", call)
     arguments = function.get("arguments", {})
@@ -95,7 +95,7 @@ def called(call: TableRow) -> str:
     return json.dumps({"name": function["name"], "arguments": arguments or {}}, ensure_ascii=False)
 
 
-def opening(row: TableRow, more: str = "") -> Conversation:
+def system_message(row: TableRow, more: str = "") -> Conversation:
     """Build the system message of a row: its own, `more` that belongs to it, and the tools that the row offers."""
     first = next((row[name] for name in SYSTEM if row.get(name)), "")
     tools = next((row[name] for name in OFFERS if row.get(name)), "")
@@ -105,15 +105,15 @@ def opening(row: TableRow, more: str = "") -> Conversation:
     return [message("system", system)] if system else []
 
 
-def turns(entries: Any) -> Conversation:
+def parse_turns(entries: Any) -> Conversation:
     """Parse messages of either form, in a list or the JSON text of one."""
-    messages = list(unpacked(entries, "messages"))
+    messages = list(parse_list(entries, "messages"))
     if odd := next((entry for entry in messages if not isinstance(entry, dict)), None):
         raise ValueError(f"its messages are not objects but {type(odd).__name__}")
-    return [turn(entry) for entry in in_order(messages)]
+    return [parse_turn(entry) for entry in sort_results(messages)]
 
 
-def unpacked(value: Any, what: str) -> Any:
+def parse_list(value: Any, what: str) -> Any:
     """Parse the JSON text of a list, which a table holds where its cells hold only text; other values stay."""
     if not isinstance(value, str):
         return value
@@ -126,7 +126,7 @@ def unpacked(value: Any, what: str) -> Any:
     return parsed
 
 
-def talk_in(value: Any) -> Any:
+def parse_talk(value: Any) -> Any:
     """Parse a text that is a JSON list of messages, recognised by the known speaker of the first one; else return
     the value: in a column of texts any other JSON is a text."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
@@ -139,7 +139,7 @@ def talk_in(value: Any) -> Any:
     return parsed if speaks else value
 
 
-def in_order(entries: list[Any]) -> list[Any]:
+def sort_results(entries: list[Any]) -> list[Any]:
     """Sort the results of tools into the order of the calls that they name: from here on their order tells to which
     call each belongs."""
     for at, entry in enumerate(entries):
@@ -153,13 +153,13 @@ def in_order(entries: list[Any]) -> list[Any]:
     return entries
 
 
-def opened(row: TableRow, talk: Conversation) -> Conversation:
+def with_system(row: TableRow, talk: Conversation) -> Conversation:
     """Put a conversation after its row's system message; a system message that it begins with becomes a part of
     that."""
     first = talk[0] if talk else {}
     if first.get("role") == "system" and isinstance(first["content"], str):
-        return opening(row, first["content"]) + talk[1:]
-    return opening(row) + talk
+        return system_message(row, first["content"]) + talk[1:]
+    return system_message(row) + talk
 
 
 def column(row: TableRow, names: str) -> str:
@@ -175,28 +175,28 @@ def cell(row: TableRow, names: str) -> Any:
     return row[column(row, names)]
 
 
-def said(content: Any, role: str) -> Conversation:
+def cell_messages(content: Any, role: str) -> Conversation:
     """Messages of a cell: a text is one message of this role; a list is messages already, as JSON text too."""
-    content = talk_in(content)
+    content = parse_talk(content)
     if not isinstance(content, (str, list)):
         raise ValueError(f"what the {role} says is not text but {type(content).__name__}")
-    return [message(role, content)] if isinstance(content, str) else turns(content)
+    return [message(role, content)] if isinstance(content, str) else parse_turns(content)
 
 
 def history(row: TableRow) -> Conversation:
     """The earlier exchanges of a row: pairs of texts, or messages."""
-    earlier = unpacked(row.get("history") or [], "history")
+    earlier = parse_list(row.get("history") or [], "history")
     if isinstance(earlier, list) and all(isinstance(entry, dict) for entry in earlier):
-        return turns(earlier)
+        return parse_turns(earlier)
     for pair in earlier:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise ValueError("its history holds neither pairs of texts nor messages")
     return [m for user, reply in earlier for m in (message("user", user), message("assistant", reply))]
 
 
-def asked(row: TableRow, name: str = "instruction") -> Any:
+def question_of(row: TableRow, name: str = "instruction") -> Any:
     """The question of a row in this column, after the passage it is about; a list of messages stays as it is."""
-    ask = talk_in(row[name])
+    ask = parse_talk(row[name])
     if isinstance(ask, list):
         return ask
     parts = [(name, ask), *((about, row[about]) for about in ABOUT if about != name and about in row)]
@@ -207,7 +207,7 @@ def asked(row: TableRow, name: str = "instruction") -> Any:
     return "\n".join(part for _, part in parts) if parts else ask
 
 
-def checked(conversation: Conversation) -> Conversation:
+def validated(conversation: Conversation) -> Conversation:
     """Return the conversation, if the renderer takes it: every message has a role, and text or parts of known types."""
     for entry in conversation:
         role, content = entry["role"], entry["content"]

@@ -123,11 +123,11 @@ def _damaged(folder: Path, files: Iterable[str]) -> list[str]:
 def _offline(folder: Path, request: FetchRequest, check: bool) -> dict[str, str]:
     """Return the files on disk, if they are all there; else the error says what is missing."""
     manifest = _manifest(folder)
-    files = next(request.answers(manifest), {}) or request.contained(manifest)
+    files = next(request.answers(manifest), {}) or request.part_of_larger(manifest)
     remedy = f"where there is a network run: {request.command}; or copy from a folder: {request.command} --source DIR"
     if not files:
         raise UserError(
-            f"offline, and {folder} does not have the files of {request.shown} that are asked for; {remedy}"
+            f"offline, and {folder} does not have the files of {request.safe_word} that are asked for; {remedy}"
         )
     files = request.complete(folder, manifest) or files
     missing = missing_files(folder, files, manifest)
@@ -135,7 +135,7 @@ def _offline(folder: Path, request: FetchRequest, check: bool) -> dict[str, str]
     if missing or damaged:
         shown = ", ".join((missing or damaged)[:5]) + (", ..." if len(missing or damaged) > 5 else "")
         raise UserError(
-            f"offline, and {len(missing or damaged)} of {len(files)} files of {request.shown} are "
+            f"offline, and {len(missing or damaged)} of {len(files)} files of {request.safe_word} are "
             f"{'missing' if missing else 'damaged'} in {folder}: {shown}; {remedy}"
         )
     return files
@@ -147,7 +147,7 @@ def _ask_sources(
     """Ask the sources in turn. `have`: complete files from earlier, which stay if no source answers."""
     name = request.dataset.name
     manifest = {"set": name, "source": "", "files": {}, "requests": {}, **_manifest(folder)}
-    manifest["mend"] = request.mend
+    manifest["mend"] = request.repair_command
     if request.from_folder:
         files = copy_from(Path(request.source).expanduser(), request, folder, manifest)
         manifest["requests"][request.key] = files
@@ -201,7 +201,7 @@ def _from_source(
     lock: Lock,
 ) -> None:
     offered = {remote.name: remote for remote in remote_files(source, endpoint, web, request.files)}
-    chosen = [offered[name] for name in request.chosen(list(offered), 0 if request.files else request.dataset.shards)]
+    chosen = [offered[name] for name in request.select(list(offered), 0 if request.files else request.dataset.shards)]
     bad = _damaged(folder, [remote.name for remote in chosen if remote.name in manifest["files"]]) if check else []
     for name in bad:
         notify(f"{request.dataset.name}: {name} is damaged; fetching it again")
@@ -266,7 +266,7 @@ def check_space(folder: Path, need: int, request: FetchRequest) -> None:
     free = shutil.disk_usage(folder).free
     if need > 0 and need + MIN_FREE_BYTES > free:
         raise UserError(
-            f"{request.shown} needs {readable_size(need)} and {folder} has {readable_size(free)} free; take fewer "
+            f"{request.safe_word} needs {readable_size(need)} and {folder} has {readable_size(free)} free; take fewer "
             "files with --shards, free some space (ascendchat clean), or choose another disk with --out or "
             "ASCENDCHAT_HOME"
         )
@@ -315,6 +315,6 @@ def _run_one(name: str, config: DataFetchConfig) -> None:
     entries = read_manifest(fetched.folder)["files"]
     total = readable_size(sum(entries[file]["bytes"] for file in fetched.files))
     state = "verified" if fetched.confirmed else "unchanged since they were fetched (the source was not asked)"
-    print(f"{request.shown}: {len(fetched.files)} files, {total}, {state}, in {fetched.folder}")
+    print(f"{request.safe_word}: {len(fetched.files)} files, {total}, {state}, in {fetched.folder}")
     if others := len(entries) - len(fetched.files):
         print(f"  {others} more files there were fetched by other commands")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ascendchat.data.fetch.http import Retry, SourceFailed, Web, redact, version
+from ascendchat.data.fetch.http import SourceFailed, TransientFailure, Web, redact, version
 from ascendchat.errors import UserError
 from ascendchat.files import flush
 
@@ -232,8 +232,8 @@ class Downloader:
                 elif file.part.size is not None:  # the first range was asked for before the size was known
                     end = min(end, file.part.size)
                 if position < end:
-                    raise Retry(f"{file.remote.name}: the connection ended early")
-            except Retry as error:
+                    raise TransientFailure(f"{file.remote.name}: the connection ended early")
+            except TransientFailure as error:
                 with file.lock:
                     if file.generation != generation:
                         raise Restarted from None
@@ -281,7 +281,7 @@ class Downloader:
                     return  # a longer body than requested: the rest belongs to another range
                 if (passed := time.monotonic() - mark) > self.web.timeout:
                     if since < self.policy.min_rate * passed:
-                        raise Retry(f"{file.remote.name}: only {since} bytes in {passed:.0f} s")
+                        raise TransientFailure(f"{file.remote.name}: only {since} bytes in {passed:.0f} s")
                     mark, since = time.monotonic(), 0
 
     def _accept(self, file: FileDownload, generation: int, response: Any, start: int) -> None:
@@ -305,7 +305,7 @@ class Downloader:
         if response.status_code == 416:
             return "the server has fewer bytes than expected", expected is None
         if response.status_code == 206 and file.streaming:
-            raise Retry(f"{file.remote.name}: the server sent a part when asked for the whole file")
+            raise TransientFailure(f"{file.remote.name}: the server sent a part when asked for the whole file")
         if response.status_code == 206:
             answer = range_answer(response.headers.get("content-range", ""))
             if answer is None or answer[0] != start or answer[1] is None:
@@ -320,7 +320,9 @@ class Downloader:
         file.streaming = True
         length = response.headers.get("content-length", "")
         if length.isdigit() and file.remote.bytes not in (None, int(length)):
-            raise Retry(f"{file.remote.name}: the server announces {length} bytes, expected {file.remote.bytes}")
+            raise TransientFailure(
+                f"{file.remote.name}: the server announces {length} bytes, expected {file.remote.bytes}"
+            )
         file.part.begin(None, file.remote.digest, redact(file.remote.url), tag)
         return "", False
 

@@ -95,7 +95,7 @@ def copy_from(root: Path, request: FetchRequest, folder: Path, manifest: dict[st
         ) from None
     origin = f"folder:{origin_folder.resolve()}"
     manifest["source"] = origin
-    names = request.chosen(names, 0)
+    names = request.select(names, 0)
     for name in names:
         final, entry = folder / name, manifest["files"].get(name)
         final.parent.mkdir(parents=True, exist_ok=True)

@@ -106,7 +106,7 @@ class SourceFailed(Exception):
         super().__init__(redact(text))
 
 
-class Retry(Exception):
+class TransientFailure(Exception):
     """A failure worth another try, `after` so many seconds if the server asked for it."""
 
     def __init__(self, text: str, after: float = 0.0, unreachable: bool = False) -> None:
@@ -178,7 +178,7 @@ class Web:
 
     @contextlib.contextmanager
     def get(self, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
-        """Open a response with status 200, 206 or 416; everything else becomes Retry or SourceFailed."""
+        """Open a response with status 200, 206 or 416; everything else becomes TransientFailure or SourceFailed."""
         import httpx
 
         if (pause := self._not_before - time.monotonic()) > 0:
@@ -198,7 +198,7 @@ class Web:
             if isinstance(error, (httpx.UnsupportedProtocol, httpx.ProxyError)):
                 raise SourceFailed(f"{url}: {text}; check the URL and HTTPS_PROXY") from None
             unreachable = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
-            raise Retry(f"{host_of(url)}: {text}", unreachable=unreachable) from None
+            raise TransientFailure(f"{host_of(url)}: {text}", unreachable=unreachable) from None
         except (httpx.TooManyRedirects, httpx.InvalidURL) as error:
             raise SourceFailed(f"{url}: {type(error).__name__}: {error}") from None
 
@@ -208,7 +208,7 @@ class Web:
             after = retry_after(response.headers.get("retry-after", ""))
             if after:
                 self._not_before = max(self._not_before, time.monotonic() + min(after, MAX_WAIT))
-            raise Retry(where, after=after)
+            raise TransientFailure(where, after=after)
         if status in (401, 403):
             raise SourceFailed(
                 f"{where}: access is refused; accept the terms on the page of the data set, then "
@@ -241,7 +241,7 @@ class Web:
             try:
                 with self.get(url, headers) as response:
                     return read(response)
-            except Retry as error:
+            except TransientFailure as error:
                 failures += 1
                 if failures >= (self.policy.connect_attempts if error.unreachable else self.policy.attempts):
                     raise SourceFailed(f"{error} ({failures} attempts)") from None

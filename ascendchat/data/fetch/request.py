@@ -49,7 +49,7 @@ class FetchRequest:
         return bool(self.source) and self.source not in HUBS
 
     @property
-    def shown(self) -> str:
+    def safe_word(self) -> str:
         """The word as it may be printed."""
         return redact(self.word)
 
@@ -60,7 +60,7 @@ class FetchRequest:
         return self.files or ("" if named else self.dataset.sources[0].files)
 
     @property
-    def what(self) -> list[Any]:
+    def key_without_source(self) -> list[Any]:
         """Part of the key that does not depend on the choice of a source."""
         name = self.dataset.name
         if self.dataset.sources and self.dataset.sources[0].hub != "http" and name not in SETS:
@@ -71,22 +71,22 @@ class FetchRequest:
     def key(self) -> str:
         """Key of the files in the manifest, so that the next call needs no network."""
         source = f"folder:{Path(self.source).expanduser().resolve()}" if self.from_folder else self.source
-        return json.dumps([*self.what, source], ensure_ascii=False)
+        return json.dumps([*self.key_without_source, source], ensure_ascii=False)
 
     @property
     def command(self) -> str:
-        words = ["ascendchat", "data", "fetch", self.shown]
+        words = ["ascendchat", "data", "fetch", self.safe_word]
         words += ["--files", self.files] if self.files else []
         words += ["--shards", str(self.shards)] if self.shards is not None else []
         words += ["--out", self.out] if self.out else []
         return shlex.join(words)
 
     @property
-    def mend(self) -> str:
+    def repair_command(self) -> str:
         """The command with its source: it restores exactly these files."""
         return self.command + (f" --source {shlex.quote(self.source)}" if self.source else "")
 
-    def chosen(self, names: list[str], by_default: int) -> list[str]:
+    def select(self, names: list[str], by_default: int) -> list[str]:
         """Select the first files, as many as were requested, and the validation file whatever the number."""
         return _first(names, self.shards if self.shards is not None else by_default, self.dataset.always)
 
@@ -96,7 +96,7 @@ class FetchRequest:
         if self.key in requests:
             yield requests[self.key]
         for key, files in requests.items():
-            if not self.source and json.loads(key)[:-1] == self.what and key != self.key:
+            if not self.source and json.loads(key)[:-1] == self.key_without_source and key != self.key:
                 yield files
 
     def complete(self, folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -106,7 +106,7 @@ class FetchRequest:
                 return files
         return {}
 
-    def contained(self, manifest: Mapping[str, Any]) -> dict[str, str]:
+    def part_of_larger(self, manifest: Mapping[str, Any]) -> dict[str, str]:
         """Files of an earlier, larger request that contains this one: `--shards 4` after `--shards 16`."""
         count = self.shards if self.shards is not None else (0 if self.files else self.dataset.shards)
         for key, files in manifest.get("requests", {}).items():
@@ -116,7 +116,11 @@ class FetchRequest:
             )  # there, no number of shards means all
             earlier_shards = shards if shards is not None else (0 if takes_all else self.dataset.shards)
             same = patterns == self.patterns and (not earlier_shards or 0 < count <= earlier_shards)
-            if name != self.what[0] or self.source or not (same or (patterns in ("", "*") and not earlier_shards)):
+            if (
+                name != self.key_without_source[0]
+                or self.source
+                or not (same or (patterns in ("", "*") and not earlier_shards))
+            ):
                 continue
             names = [name for name in files if same or matches(name, self.patterns or "*")]
             if chosen := _first(names, count, self.dataset.always):
@@ -192,7 +196,7 @@ def fixed_folder(patterns: str) -> str:
     return folders.pop() if len(folders) == 1 else ""
 
 
-def safe(name: str) -> bool:
+def is_safe_name(name: str) -> bool:
     """False for a file of our own; raises for a name outside the folder of the set."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not path.parts:
@@ -206,7 +210,9 @@ def remote_files(source: DataSource, endpoint: str, web: Web, files: str = "") -
     if source.hub == "http":
         return [RemoteFile(unquote(urlsplit(source.where).path.rsplit("/", 1)[-1]), source.where)]
     listed = (_hugging_face if source.hub == "hf" else _modelscope)(source, endpoint, web, patterns)
-    matching = {remote.name: remote for remote in listed if safe(remote.name) and matches(remote.name, patterns)}
+    matching = {
+        remote.name: remote for remote in listed if is_safe_name(remote.name) and matches(remote.name, patterns)
+    }
     if not matching:
         raise SourceFailed(f"{source.where} on {endpoint} has no file that matches {patterns}")
     return [matching[name] for name in sorted(matching)]

@@ -22,7 +22,7 @@ HUB_NAMES = {"gpt2": "openai-community/gpt2", "qwen": "Qwen/Qwen2.5-0.5B", "qwen
 BATCH = 256  # documents encoded at once
 
 
-def mixed(streams: Sequence[Iterator[str]], weights: Sequence[float]) -> Iterator[str]:
+def interleave(streams: Sequence[Iterator[str]], weights: Sequence[float]) -> Iterator[str]:
     """Interleave the documents of several sources, their UTF-8 bytes in the ratio of the weights; ends when one
     source is used up."""
     byte_counts = [0.0] * len(streams)
@@ -69,26 +69,28 @@ def count_bytes(texts: Iterable[str]) -> int:
     return count
 
 
-def embedded(sources: Sequence[str]) -> bool:
+def is_embedded(sources: Sequence[str]) -> bool:
     """True if the sources mean the embedded corpus."""
     return not sources or list(sources) == ["toyworld"]
 
 
-def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None, out: Path) -> Iterator[str]:
+def training_texts(sources: Sequence[str], mix: Sequence[float], max_chars: int | None, out: Path) -> Iterator[str]:
     """Yield the training texts that a command names, without what lies in `out`; without sources, the embedded
     corpus."""
     if mix and (len(mix) != len(sources) or min(mix) <= 0):
         raise UserError(f"--mix needs one positive weight per source: {len(sources)} sources, {len(mix)} weights")
-    if embedded(sources):
+    if is_embedded(sources):
         from ascendchat.data import toyworld
 
         return first_chars(toyworld.texts(), max_chars)
     if mix:
-        return first_chars(mixed([read_documents(to_learn([source], out)) for source in sources], mix), max_chars)
-    return first_chars(read_documents(to_learn(sources, out)), max_chars)
+        return first_chars(
+            interleave([read_documents(training_files([source], out)) for source in sources], mix), max_chars
+        )
+    return first_chars(read_documents(training_files(sources, out)), max_chars)
 
 
-def to_learn(sources: Sequence[str], out: Path) -> list[Path]:
+def training_files(sources: Sequence[str], out: Path) -> list[Path]:
     """List the files to learn from: not those in `out`, nor the validation file of a set that was fetched."""
     from ascendchat.data.fetch.folder import validation_files  # slow to import, and only training needs it
 
@@ -97,14 +99,14 @@ def to_learn(sources: Sequence[str], out: Path) -> list[Path]:
     return [file for file in files if file not in held_out]
 
 
-def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path) -> tuple[int, str]:
+def choose_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path) -> tuple[int, str]:
     """(ids to learn, their reason in the words of the printed line); reads the text once to count it."""
     if config.vocab_size is not None:
         return config.vocab_size, "from"
-    if embedded(sources):
+    if is_embedded(sources):
         return MAX_VOCAB, "from"
-    texts = texts_of(sources, config.mix, config.max_chars, out)
-    for path in to_learn(sources, out):
+    texts = training_texts(sources, config.mix, config.max_chars, out)
+    for path in training_files(sources, out):
         if not path.is_file():
             raise UserError(f"{path} is a pipe: its text cannot be counted before it is used; give --vocab-size N")
     count = count_bytes(texts)
@@ -120,8 +122,8 @@ def train_command(config: TokenizerTrainConfig) -> int:
     out = Path(config.out) if config.out else home() / "tokenizer"
     check_folder(out)
     started = time.monotonic()
-    size, reason = chosen_size(config, sources, out)
-    meter = _TextCounter(texts_of(sources, config.mix, config.max_chars, out))
+    size, reason = choose_size(config, sources, out)
+    meter = _TextCounter(training_texts(sources, config.mix, config.max_chars, out))
     tokenizer = train_tokenizer(meter, size)
     if not meter.chars:
         raise UserError("the sources hold no text; give other files with --source")

@@ -66,7 +66,7 @@ def generated_question(world: ToyWorld, draw: random.Random, topic: str, languag
     if topic == "instruction":
         return exercises.instruction(world, draw, language, split)
     if topic == "find":
-        return exercises.finding(world, draw, language, split)
+        return exercises.find_question(world, draw, language, split)
     return exercises.problem(world, draw, language, split, topic)
 
 

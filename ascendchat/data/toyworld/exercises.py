@@ -36,7 +36,7 @@ def value_of(expression: str) -> int:
     return total
 
 
-def calculated(text: str, expression: str, language: str, topic: str) -> ToyQuestion:
+def calculator_question(text: str, expression: str, language: str, topic: str) -> ToyQuestion:
     """Build a question whose reply first calls the calculator."""
     result = str(value_of(expression))
     reply = (("tool", expression), ("output", result), ("text", RESULT[language].format(r=result)))
@@ -58,7 +58,7 @@ def arithmetic(world: ToyWorld, draw: random.Random, language: str, split: str) 
             break
     wording = draw.choice(("{a} {o} {b}", "{a}{o}{b}", NAMES[language][operation]))
     text = draw.choice(ARITHMETIC[language]).format(e=wording.format(a=a, b=b, o=operation))
-    return calculated(text, f"{a}{operation}{b}", language, "arithmetic")
+    return calculator_question(text, f"{a}{operation}{b}", language, "arithmetic")
 
 
 # name: (wording in English, in Chinese)
@@ -88,7 +88,7 @@ def instruction(world: ToyWorld, draw: random.Random, language: str, split: str)
 FIND = {"en": "Which one is {w}?", "zh": "哪一个是{w}？"}
 
 
-def finding(world: ToyWorld, draw: random.Random, language: str, split: str) -> ToyQuestion:
+def find_question(world: ToyWorld, draw: random.Random, language: str, split: str) -> ToyQuestion:
     """Ask for the letter of a word: the second half of answering a multiple-choice question."""
     while True:
         words = draw.sample(WORDS[language], 4)
@@ -171,4 +171,4 @@ def problem(world: ToyWorld, draw: random.Random, language: str, split: str, kin
     n, m = draw.sample(world.people, 2)
     values = {"n": n.name[language], "m": m.name[language], "t": draw.choice(THINGS[language]), "a": a, "b": b, "c": c}
     topic = "problem" if kind == "problem" else "problem:hard"
-    return calculated(wording[language].format(**values), pattern.format(**values), language, topic)
+    return calculator_question(wording[language].format(**values), pattern.format(**values), language, topic)

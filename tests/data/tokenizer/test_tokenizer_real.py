@@ -17,7 +17,7 @@ import tiktoken
 from ascendchat.config import parse
 from ascendchat.config.data import TokenizerEvalConfig
 from ascendchat.data.read import read_documents
-from ascendchat.data.tokenizer.commands import eval_command, first_chars, mixed
+from ascendchat.data.tokenizer.commands import eval_command, first_chars, interleave
 from ascendchat.data.tokenizer.tokenizer import PATTERN, Tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def text_of(real_data: Path, language: str, part: str) -> Iterator[str]:
 def half_half(real_data: Path) -> Tokenizer:
     """The usual vocabulary, learnt from as much English as Chinese."""
     streams = [text_of(real_data, language, "train_00") for language in ("en", "zh")]
-    return train_tokenizer(first_chars(mixed(streams, [1.0, 1.0]), MIX_CHARS))
+    return train_tokenizer(first_chars(interleave(streams, [1.0, 1.0]), MIX_CHARS))
 
 
 def test_a_half_half_vocabulary_serves_both_languages(

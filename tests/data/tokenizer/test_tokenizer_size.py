@@ -13,7 +13,7 @@ import pytest
 from ascendchat.config import parse
 from ascendchat.config.data import TokenizerTrainConfig
 from ascendchat.data.tokenizer import commands
-from ascendchat.data.tokenizer.commands import chosen_size, count_bytes, texts_of, train_command
+from ascendchat.data.tokenizer.commands import choose_size, count_bytes, train_command, training_texts
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, vocab_for
 from ascendchat.errors import UserError
 
@@ -88,21 +88,21 @@ def test_a_size_that_was_given_wins_and_nothing_is_counted(
     assert train_command(config_of(*argv, "--vocab-size", "300")) == 0
     assert "300 ids from 3 documents" in capsys.readouterr().out
     missing = "no-such-file.jsonl"
-    assert chosen_size(config_of(missing, "--vocab-size", "32768"), [missing], OUT)[0] == 32768
+    assert choose_size(config_of(missing, "--vocab-size", "32768"), [missing], OUT)[0] == 32768
     with pytest.raises(UserError, match="--vocab-size 200 is too small"):
         train_command(config_of(*argv, "--vocab-size", "200"))
 
 
 def test_only_the_text_that_trains_is_counted(english: Path, tmp_path: Path) -> None:
     for limit, ids in ((BORDER, 2048), (BORDER - 1, 1024)):
-        assert chosen_size(config_of("--max-chars", str(limit)), [str(english)], OUT)[0] == ids
+        assert choose_size(config_of("--max-chars", str(limit)), [str(english)], OUT)[0] == ids
     sources = [str(english), str(write(tmp_path / "little.jsonl", words(20_000, "uvwxyz")))]
-    assert chosen_size(config_of(), sources, OUT)[0] == 2048
+    assert choose_size(config_of(), sources, OUT)[0] == 2048
     mix = config_of("--mix", "1,1")
-    assert chosen_size(mix, sources, OUT) == (1024, "for 0.1 MB of text,")
-    assert count_bytes(texts_of(sources, mix.mix, None, OUT)) == 50_000  # the little one ends it
+    assert choose_size(mix, sources, OUT) == (1024, "for 0.1 MB of text,")
+    assert count_bytes(training_texts(sources, mix.mix, None, OUT)) == 50_000  # the little one ends it
     for embedded in ([], ["toyworld"]):
-        assert chosen_size(config_of(), embedded, OUT) == (32768, "from")
+        assert choose_size(config_of(), embedded, OUT) == (32768, "from")
 
 
 def test_sources_without_text_and_pipes_that_can_be_read_only_once_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from ascendchat.config import parse
 from ascendchat.config.data import TokenizerEvalConfig, TokenizerTrainConfig
-from ascendchat.data.tokenizer.commands import eval_command, first_chars, mixed, train_command
+from ascendchat.data.tokenizer.commands import eval_command, first_chars, interleave, train_command
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.errors import UserError, home
 
@@ -140,7 +140,7 @@ def test_weights_belong_to_the_sources_in_the_order_they_were_written(tmp_path: 
 
 
 def test_the_mix_shares_bytes_by_weight_and_ends_with_the_first_source() -> None:
-    texts = list(mixed([iter(["a" * 10] * 1000), iter(["中" * 10] * 30)], [1.0, 3.0]))
+    texts = list(interleave([iter(["a" * 10] * 1000), iter(["中" * 10] * 30)], [1.0, 3.0]))
     chinese = sum(len(t.encode()) for t in texts if t[0] == "中")
     english = sum(len(t.encode()) for t in texts if t[0] == "a")
     assert chinese == 900

@@ -1,4 +1,4 @@
-"""CORE: 22 tasks, one number. Writes the prompts and judges what the scorer says about them.
+"""The CORE benchmark, 22 tasks and one number: writes the prompts, and judges the nats that the scorer gives them.
 
     report = score_tasks(load_bundle(folder), scorer, tokenizer, max_len=2048)      # `ascendchat eval base --eval core`
 
@@ -6,8 +6,8 @@ The rules, which make the number comparable: the rows of a task are shuffled wit
 --max-per-task; the demonstrations of row i are drawn from the others by Random(1234 + i); multiple choice and schema
 take the option with the least mean nats over its own tokens (where the options differ, or where they end alike);
 language modelling wants every token of the continuation to be the model's first choice; a row that is too long loses
-its beginning; accuracy is centred, (accuracy - chance) / (1 - chance); CORE is the mean over tasks. Where a cut leaves
-fewer rows than are to be shown, which the published program refuses, they are drawn as in a run without the cut.
+its beginning; accuracy is centred, (accuracy - chance) / (1 - chance); CORE is the mean over tasks. If --max-per-task
+leaves fewer rows than a prompt has demonstrations, which the published program refuses, these are drawn from all rows.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ascendchat.eval.scorer import Example, Pending, Scored, Scorer
 from ascendchat.parallel import collectives
 
 DEMONSTRATION_SEED = 1234
-EXAMPLES_AT_ONCE = 512  # examples written, and their tokens held, at a time
+EXAMPLES_AT_ONCE = 512  # examples encoded and submitted at a time
 
 
 @dataclass
 class TaskScore:
-    """What came of one task."""
+    """The result of one task."""
 
     label: str
     kind: str
@@ -49,25 +49,25 @@ class TaskScore:
     chance: float
     centred: float
     cropped: int  # prompts that lost their beginning
-    unclean: int  # prompts whose context does not end at a token: scored from where the tokens differ
+    unclean: int  # prompts whose context does not end at a token boundary: scored from where the tokens differ
     seconds: float
     examples_per_second: float
     complete: bool  # the file holds the whole task
     correct: list[bool] = field(default_factory=list, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, without right and wrong of every row."""
+        """Plain values for JSON, without `correct`."""
         return {name: value for name, value in asdict(self).items() if name != "correct"}
 
 
 def demonstrations(count: int, index: int, shots: int) -> list[int]:
-    """Which rows are shown before row `index`: never itself, and the same in every run."""
+    """Indices of the rows that demonstrate the task before row `index`: never itself, and the same in every run."""
     drawn = random.Random(DEMONSTRATION_SEED + index).sample(range(count - 1), shots)
     return [i + (i >= index) for i in drawn]
 
 
 def check_rows(tasks: Iterable[CoreTask]) -> None:
-    """Refuse tasks whose file has too few rows to draw the demonstrations from; before anything is computed."""
+    """Refuse tasks whose file has too few rows to draw the demonstrations from, before anything is computed."""
     for task in tasks:
         if not task.missing and task.shots >= len(task.rows):
             raise UserError(
@@ -76,8 +76,8 @@ def check_rows(tasks: Iterable[CoreTask]) -> None:
             )
 
 
-def shown_before(task: CoreTask, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The demonstrations: each row with its right answer and an empty line behind it."""
+def demonstration_texts(task: CoreTask, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The text of each demonstration: a row with its right answer and an empty line behind it."""
     between = task.delimiter
     if task.kind == "multiple_choice":
         return [f"{row['query']}{between}{row['choices'][row['gold']]}\n\n" for row in rows]
@@ -86,8 +86,9 @@ def shown_before(task: CoreTask, rows: Sequence[Mapping[str, Any]]) -> list[str]
     return [f"{row['context'].strip()}{between}{row['continuation']}\n\n" for row in rows]
 
 
-def endings(task: CoreTask, row: Mapping[str, Any]) -> list[str]:
-    """What stands behind the demonstrations: a text per option, or without and with the continuation."""
+def query_texts(task: CoreTask, row: Mapping[str, Any]) -> list[str]:
+    """The texts behind the demonstrations: one for each option; for language modelling the context without and with
+    the continuation."""
     between = task.delimiter
     if task.kind == "multiple_choice":
         return [f"{row['query']}{between}{choice}" for choice in row["choices"]]
@@ -99,19 +100,19 @@ def endings(task: CoreTask, row: Mapping[str, Any]) -> list[str]:
 
 
 class Prompts:
-    """Encodes prompts part by part and remembers the parts: the same demonstrations return in thousands of prompts.
+    """Encodes prompts part by part and caches the parts: the same demonstrations return in thousands of prompts.
 
-    Parts are joined where a line break is followed by something visible. No piece of our split pattern crosses such a
-    place, so the ids are those of the whole text; the first prompts are encoded whole as well, and a tokenizer that
-    disagrees is used whole from then on.
+    Parts are joined where a line break is followed by a visible character. No match of our split pattern crosses such
+    a place, so the ids are those of the whole text. The first prompts are also encoded whole; where a tokenizer gives
+    other ids, all prompts are.
     """
 
     def __init__(self, tokenizer: Encoder, checks: int = 4) -> None:
         self.tokenizer, self.checks, self.exact = tokenizer, checks, True
-        self.known: dict[str, list[int]] = {}
+        self.cache: dict[str, list[int]] = {}
 
     def encode(self, head: Sequence[str], ends: Sequence[str]) -> list[list[int]]:
-        """Token rows, one per end: what the tokenizer begins a text with, the parts of the head, the end."""
+        """Token rows, one per end: the tokenizer's opening tokens, the parts of the head, the end."""
         if not self.exact or not all(part[:1].strip() for part in (*head[1:], *ends)):
             return self.whole(head, ends)
         begin = [*self.tokenizer.opening]
@@ -119,7 +120,7 @@ class Prompts:
             begin += self.part(part)
         rows = []
         for end in ends:
-            cut = end.rfind("\n") + 1  # what stands before the last line is the same for all options
+            cut = end.rfind("\n") + 1  # text before the last line is the same for all options
             if cut and end[cut : cut + 1].strip():
                 rows.append([*begin, *self.part(end[:cut]), *self.tokenizer.encode(end[cut:])])
             else:
@@ -133,21 +134,22 @@ class Prompts:
 
     def part(self, text: str) -> list[int]:
         """The ids of a part, encoded once."""
-        tokens = self.known.get(text)
+        tokens = self.cache.get(text)
         if tokens is None:
-            tokens = self.known[text] = self.tokenizer.encode(text)
+            tokens = self.cache[text] = self.tokenizer.encode(text)
         return tokens
 
     def whole(self, head: Sequence[str], ends: Sequence[str]) -> list[list[int]]:
-        """The same rows, each encoded as one text."""
+        """The rows of `encode`, each encoded as one text."""
         return [[*self.tokenizer.opening, *self.tokenizer.encode("".join(head) + end)] for end in ends]
 
 
 def common_prefix(rows: Sequence[list[int]]) -> int:
-    """How many tokens all rows begin with. What the least and the greatest share, those between them share too."""
+    """Number of tokens that all rows begin with: the common prefix of the least and the greatest in dictionary order,
+    which all rows between them share."""
     least, greatest = min(rows), max(rows)
     low, high = 0, min(len(least), len(greatest))
-    while low < high:  # by halves: comparing slices is quick, comparing tokens one by one is not
+    while low < high:  # bisection: slices compare much faster than tokens in a loop
         middle = (low + high + 1) // 2
         if least[low:middle] == greatest[low:middle]:
             low = middle
@@ -158,19 +160,19 @@ def common_prefix(rows: Sequence[list[int]]) -> int:
 
 @dataclass
 class PromptCounts:
-    """What happened to the prompts of a task."""
+    """Counts of prompts of a task that are not scored as written."""
 
     cropped: int = 0
     unclean: int = 0
 
 
 def build_example(kind: str, rows: list[list[int]], max_len: int, counts: PromptCounts) -> Example:
-    """Where each row is scored from, and the rows cut to `max_len` tokens from the left."""
+    """An Example for the scorer: rows cut to `max_len` tokens from the left, each with the start of its scored part."""
     if kind == "multiple_choice":
         starts = [common_prefix(rows)] * len(rows)
     elif kind == "schema":
-        same = common_prefix([row[::-1] for row in rows])
-        starts = [len(row) - same for row in rows]
+        suffix = common_prefix([row[::-1] for row in rows])
+        starts = [len(row) - suffix for row in rows]
     else:
         context, whole = rows
         start = common_prefix(rows)
@@ -178,13 +180,14 @@ def build_example(kind: str, rows: list[list[int]], max_len: int, counts: Prompt
         rows, starts = [whole], [start]
     cut = [max(0, len(row) - max_len) for row in rows]
     counts.cropped += any(cut)
-    kept = [row[size:] if size else row for row, size in zip(rows, cut)]
+    cropped = [row[size:] if size else row for row, size in zip(rows, cut)]
     # At least one token must stand before the first scored one.
-    return Example(kept, [max(1, start - size) for start, size in zip(starts, cut)], kind == "multiple_choice")
+    return Example(cropped, [max(1, start - size) for start, size in zip(starts, cut)], kind == "multiple_choice")
 
 
 def is_right(kind: str, row: Mapping[str, Any], scored: Sequence[Scored]) -> bool:
-    """Right or wrong. An option without tokens of its own has no mean (NaN), and is chosen only when it is first."""
+    """True if the model's choice is right. An option without tokens of its own has no mean (NaN), and is chosen only
+    when it is first."""
     if kind == "language_modeling":
         return len(scored[0].greedy) > 0 and bool(scored[0].greedy.all())
     means = [float(s.nats.mean(dtype="float64")) if len(s.nats) else math.nan for s in scored]
@@ -194,7 +197,7 @@ def is_right(kind: str, row: Mapping[str, Any], scored: Sequence[Scored]) -> boo
 def score_task(
     task: CoreTask, scorer: Scorer, tokenizer: Encoder, *, max_len: int, max_rows: int | None = None
 ) -> TaskScore:
-    """Score one task; with several ranks each takes every so-many-th row, and all of them learn all results."""
+    """Score one task; each of N ranks takes every N-th row, and all of them get all results."""
     began = time.perf_counter()
     check_rows([task])
     rows = task.rows[:max_rows] if max_rows else task.rows
@@ -205,8 +208,8 @@ def score_task(
     for first in range(0, len(mine), EXAMPLES_AT_ONCE):
         examples = []
         for index in mine[first : first + EXAMPLES_AT_ONCE]:
-            shown = [pool[i] for i in demonstrations(len(pool), index, task.shots)] if task.shots else []
-            tokens = prompts.encode(shown_before(task, shown), endings(task, rows[index]))
+            demos = [pool[i] for i in demonstrations(len(pool), index, task.shots)] if task.shots else []
+            tokens = prompts.encode(demonstration_texts(task, demos), query_texts(task, rows[index]))
             examples.append(build_example(task.kind, tokens, max_len, counts))
         pending.append(scorer.submit(examples))
     scored = [result for chunk in pending for result in chunk()]
@@ -241,10 +244,10 @@ def centre(accuracy: float, chance: float) -> float:
 
 @dataclass
 class _CoreReport:
-    """CORE and what it is made of."""
+    """The scores of all tasks, and CORE over them."""
 
     tasks: list[TaskScore]
-    missing: dict[str, str]  # label -> why
+    missing: dict[str, str]  # label -> reason
     max_per_task: int | None
     seconds: float
 
@@ -282,8 +285,8 @@ def score_tasks(
     say: Callable[[str], None] = print,
     done: Callable[[str, int, int, dict[str, Any]], object] = lambda *result: None,
 ) -> _CoreReport:
-    """All tasks, one after the other. As each ends it is announced, and `done` gets its label, rows scored, rows of the
-    file, and the result."""
+    """Score one task after the other. As each ends a line is printed, and `done` gets its label, the number of rows
+    scored and in the file, and the result."""
     began, scores = time.perf_counter(), []
     for task in tasks:
         if task.missing:
@@ -313,19 +316,19 @@ def score_line(task: TaskScore) -> str:
 
 
 def core_lines(report: _CoreReport) -> list[str]:
-    """The lines under the table; each number says over what it was taken."""
+    """The lines under the table; each mean names the tasks that it is over."""
     summary = report.to_dict()
     cut = f", first {report.max_per_task} rows of each" if report.max_per_task else ""
-    whole, every = summary["core"], summary["core_with_subsets"]
+    complete, with_subsets = summary["core"], summary["core_with_subsets"]
     lines = []
-    if whole is not None:
+    if complete is not None:
         lines.append(
-            f"CORE {whole:.4f} over the {summary['core_tasks']} complete of {summary['tasks_in_bundle']} tasks{cut}"
+            f"CORE {complete:.4f} over the {summary['core_tasks']} complete of {summary['tasks_in_bundle']} tasks{cut}"
         )
-    if every is not None and summary["subsets"]:
+    if with_subsets is not None and summary["subsets"]:
         names = ", ".join(f"{name}: {rows}" for name, rows in summary["subsets"].items())
         lines.append(
-            f"CORE {every:.4f} over {summary['core_with_subsets_tasks']} tasks, subsets included ({names}){cut}"
+            f"CORE {with_subsets:.4f} over {summary['core_with_subsets_tasks']} tasks, subsets included ({names}){cut}"
         )
     if report.missing:
         lines.append(f"not scored, files missing: {', '.join(report.missing)}")
@@ -335,14 +338,14 @@ def core_lines(report: _CoreReport) -> list[str]:
 
 # The CORE bundle on disk: core.yaml (tasks), eval_meta_data.csv (chance and row counts), one file of rows per task.
 #
-#     tasks = load_bundle(folder)           # what `ascendchat data fetch core` stored, or `eval base --bundle DIR`
+#     tasks = load_bundle(folder)           # stored by `ascendchat data fetch core`, or `eval base --bundle DIR`
 #
-# The folder may hold the bundle itself, or the archive as it was fetched, which is read in place. Files of rows may be
-# packed (.jsonl.xz). A task without a file, or with only a part of its rows, is kept and says so.
+# The folder holds the bundle itself, or the fetched archive, which is read in place. Files of rows may be compressed
+# (.jsonl.xz). A task without a file, or with only a part of its rows, is listed as such.
 
-ROW_ORDER_SEED = 1337  # part of the published rules: with --max-per-task it decides which rows are scored
-TYPES = ("multiple_choice", "schema", "language_modeling")
-ROWS = {"arc_challenge": 1172}  # the bundle's table repeats arc_easy's count here
+ROW_ORDER_SEED = 1337  # a published rule: with --max-per-task it decides which rows are scored
+KINDS = ("multiple_choice", "schema", "language_modeling")
+ROW_COUNTS = {"arc_challenge": 1172}  # the bundle's table repeats arc_easy's count here
 AGAIN = "fetch it again: ascendchat data fetch core"
 
 Folder = Path | zipfile.Path
@@ -350,10 +353,10 @@ Folder = Path | zipfile.Path
 
 @dataclass(frozen=True)
 class CoreTask:
-    """One task of the bundle; `rows` is empty and `missing` says why when its file is not there."""
+    """One task of the bundle. Without its file `rows` is empty, and `missing` says why."""
 
     label: str
-    kind: str  # one of TYPES
+    kind: str  # one of KINDS
     shots: int  # demonstrations before each row
     delimiter: str  # between a question and its answer
     chance: float  # accuracy of guessing, 0 to 1
@@ -367,7 +370,8 @@ class CoreTask:
         return not self.missing and len(self.rows) >= self.expected
 
 
-def _places(folder: Path) -> Iterator[Folder]:
+def _candidates(folder: Path) -> Iterator[Folder]:
+    """Folders in which core.yaml may be."""
     yield folder
     yield folder / "eval_bundle"
     archives = [folder] if folder.suffix == ".zip" else sorted(folder.glob("*.zip"))
@@ -378,11 +382,11 @@ def _places(folder: Path) -> Iterator[Folder]:
 
 
 def find_bundle(folder: Path) -> Folder:
-    """Where core.yaml is: in the folder, one below, or inside an archive."""
+    """The folder of core.yaml: this one, one below, or one inside an archive."""
     try:
-        for place in _places(folder):
-            if (place / "core.yaml").is_file():
-                return place
+        for candidate in _candidates(folder):
+            if (candidate / "core.yaml").is_file():
+                return candidate
     except zipfile.BadZipFile as error:
         raise UserError(f"the CORE archive in {folder} is damaged ({error}); {AGAIN}") from None
     raise UserError(
@@ -394,18 +398,18 @@ def find_bundle(folder: Path) -> Folder:
 def read_rows(path: Folder) -> list[dict[str, Any]]:
     """Rows of a .jsonl or .jsonl.xz file."""
     try:
-        packed = path.read_bytes()
-        text = (lzma.decompress(packed) if path.name.endswith(".xz") else packed).decode("utf-8")
+        content = path.read_bytes()
+        text = (lzma.decompress(content) if path.name.endswith(".xz") else content).decode("utf-8")
         return [json.loads(line) for line in text.split("\n") if line.strip()]
     except (*UNREADABLE, ValueError) as error:
         raise unreadable(path, error, AGAIN) from None
 
 
 def find_file(folder: Folder, uri: str) -> Folder | None:
-    """The task's file, packed or not; else a subset of it (squad.subset1000.jsonl.xz)."""
+    """The task's file, compressed or not; else a subset of it (squad.subset1000.jsonl.xz)."""
     parent, _, name = uri.rpartition("/")
-    place = folder / parent if parent else folder
-    files: dict[str, Folder] = {path.name: path for path in place.iterdir()} if place.is_dir() else {}
+    within = folder / parent if parent else folder
+    files: dict[str, Folder] = {path.name: path for path in within.iterdir()} if within.is_dir() else {}
     subset = f"{name.removesuffix('.jsonl')}.subset"
     names = [name, f"{name}.xz", *sorted(n for n in files if n.startswith(subset) and n.endswith((".jsonl", ".xz")))]
     return next((files[n] for n in names if n in files), None)
@@ -429,7 +433,7 @@ def load_bundle(folder: Path) -> list[CoreTask]:
 
 def _task(entry: Mapping[str, Any], facts: Mapping[str, Mapping[str, str]], folder: Folder) -> CoreTask:
     label, kind = entry["label"], entry["icl_task_type"]
-    if kind not in TYPES:
+    if kind not in KINDS:
         raise ValueError(f"{label}: unknown type {kind}")
     path = find_file(folder, entry["dataset_uri"])
     rows = read_rows(path) if path else []
@@ -441,7 +445,7 @@ def _task(entry: Mapping[str, Any], facts: Mapping[str, Mapping[str, str]], fold
         delimiter=entry.get("continuation_delimiter", " "),
         chance=0.01 * float(facts[label]["Random baseline"]),
         rows=rows,
-        expected=ROWS.get(label) or int(facts[label]["#datapoints"].replace(",", "")),
+        expected=ROW_COUNTS.get(label) or int(facts[label]["#datapoints"].replace(",", "")),
         file=path.name if path else "",
         missing="" if path else f"no file {entry['dataset_uri']}",
     )

@@ -123,7 +123,7 @@ class AscendchatForCausalLM(PreTrainedModel, GenerationMixin):
         return F.rms_norm(x, (x.size(-1),), eps=self.config.rms_norm_eps)
 
     def seen(self, new: int, attention_mask: Tensor | None, device: torch.device) -> dict[int, Tensor]:
-        """What each new token attends to, for each different window: (B or 1, 1, T, N) bool."""
+        """Attention masks of the new tokens, for each different window: (B or 1, 1, T, N) bool."""
         total = new if attention_mask is None else attention_mask.size(1)
         distance = torch.arange(total - new, total, device=device)[:, None] - torch.arange(total, device=device)
         masks = {}

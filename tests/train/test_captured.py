@@ -1,4 +1,4 @@
-"""Micro-batches as one recording: the same gradients and losses as without it, and only where it is sound."""
+"""Micro-batches captured as one graph: the same gradients and losses as without it, and only where it is sound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ascendchat.cli import main
 from ascendchat.data.loader import MicroBatch
 from ascendchat.device import DeviceOptions, Scaling, pick
 from ascendchat.device.cpu import CPU
-from ascendchat.nn.attention import Flash, Reference
+from ascendchat.device.cuda_attention import Flash
+from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT
 from ascendchat.parallel.collectives import World
 from ascendchat.sizes import schedule
@@ -28,21 +29,21 @@ from ascendchat.train.model import TrainModel, optimizer_for, short
 SHAPE = Shape.from_depth(2, dim=64, head_dim=32, vocab=256, seq_len=64)
 
 
-class Recording(CPU):
-    """A CPU that records as an accelerator does: it runs first, then reads and writes the same places for ever."""
+class Capturing(CPU):
+    """A CPU that captures as an accelerator does: it runs first, then reads and writes the same memory for ever."""
 
     records_training = True
 
     def __init__(self) -> None:
         super().__init__(DeviceOptions())
         self.chip, self.dtype, self.compiles = find("H200"), torch.float32, True
-        self.recordings = self.replays = 0
+        self.captures = self.replays = 0
 
     def compile(self, fn: Any, **options: Any) -> Any:
         return fn
 
     def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Any = None) -> Callable[..., Any]:
-        self.recordings += 1
+        self.captures += 1
         output = [fn(*static_inputs) for _ in range(3)][-1]
 
         def replay(*inputs: torch.Tensor) -> torch.Tensor:
@@ -76,17 +77,17 @@ def batches(count: int, rows: int, place: str = "cpu", shape: Shape = SHAPE) -> 
     return [MicroBatch(i, t, np.full(rows, shape.seq_len, np.int32), rows * shape.seq_len) for i, t in both]
 
 
-def learnt(learner: TrainModel[GPT], given: list[MicroBatch], record: bool) -> tuple[list[float], list[torch.Tensor]]:
+def learnt(learner: TrainModel[GPT], given: list[MicroBatch], capture: bool) -> tuple[list[float], list[torch.Tensor]]:
     """Losses, and gradients added up over all micro-batches, each with a weight of its own."""
     optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, 1024))
     place, losses = given[0].inputs.device, []
     weights = [torch.tensor(1.0 / (100 + i), device=place) for i in range(len(given))]
     mtp_weight = torch.tensor(0.4, device=place)
-    if record:
+    if capture:
         learner.forward_backward(given[0], weights[0], mtp_weight)  # the dry run
         optimizer.zero_grad()
     for batch, weight in zip(given, weights):
-        if record:
+        if capture:
             losses.append(learner.forward_backward(batch, weight, mtp_weight))
         else:
             loss = learner.loss(batch, weight, mtp_weight)
@@ -96,10 +97,10 @@ def learnt(learner: TrainModel[GPT], given: list[MicroBatch], record: bool) -> t
 
 
 def test_gradients_add_up_and_each_loss_is_kept_and_another_size_is_not_replayed() -> None:
-    device = Recording()
+    device = Capturing()
     mixed = [*batches(3, 2), *batches(1, 1)]  # the last one has another size: it is not replayed
-    found, wanted = learnt(learner_on(device), mixed, True), learnt(learner_on(Recording()), mixed, False)
-    assert (device.recordings, device.replays) == (1, 1 + 3)
+    found, wanted = learnt(learner_on(device), mixed, True), learnt(learner_on(Capturing()), mixed, False)
+    assert (device.captures, device.replays) == (1, 1 + 3)
     assert found[0] == wanted[0]
     assert len(set(found[0])) == 4
     for one, other in zip(found[1], wanted[1], strict=True):
@@ -107,29 +108,29 @@ def test_gradients_add_up_and_each_loss_is_kept_and_another_size_is_not_replayed
 
 
 def test_without_an_optimizer_no_gradient_is_kept() -> None:
-    learner, (batch,) = learner_on(Recording()), batches(1, 2)
+    learner, (batch,) = learner_on(Capturing()), batches(1, 2)
     weight = torch.tensor(0.1)
     with learner.forgetting_gradients():
         assert float(learner.forward_backward(batch, weight)) == float(learner.loss(batch, weight).detach())
     assert all(parameter.grad is None for parameter in learner.model.parameters())
-    assert learner.device.recordings == 1  # type: ignore[attr-defined]
+    assert learner.device.captures == 1  # type: ignore[attr-defined]
     learner.forward_backward(batch, weight)
-    assert learner.device.recordings == 2, "a graph that keeps no gradients is of no use afterwards"  # type: ignore[attr-defined]
+    assert learner.device.captures == 2, "a graph that keeps no gradients is of no use afterwards"  # type: ignore[attr-defined]
     assert any(parameter.grad is not None for parameter in learner.model.parameters())
     learner.release_graph()
     learner.forward_backward(*batches(1, 1), weight)
-    assert learner.device.recordings == 3, "a smaller device batch is captured too"  # type: ignore[attr-defined]
+    assert learner.device.captures == 3, "a smaller device batch is captured too"  # type: ignore[attr-defined]
 
 
-def test_without_room_for_a_recording_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    class Full(Recording):
+def test_without_room_for_a_graph_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Full(Capturing):
         def graph(self, fn: Callable[..., Any], *rest: Any, **more: Any) -> Callable[..., Any]:
             fn(*rest)
             raise torch.OutOfMemoryError
 
     found, wanted = (
         learnt(learner_on(Full()), batches(2, 2), True),
-        learnt(learner_on(Recording()), batches(2, 2), False),
+        learnt(learner_on(Capturing()), batches(2, 2), False),
     )
     assert "no room to capture" in capsys.readouterr().out
     assert found[0] == wanted[0]
@@ -138,20 +139,20 @@ def test_without_room_for_a_recording_training_goes_on(capsys: pytest.CaptureFix
 
 def test_the_speed_is_measured_without_an_optimizer_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "SPEED_SECONDS", 0.0)
-    device = Recording()
+    device = Capturing()
     learner, (batch,) = learner_on(device), batches(1, 2)
     assert budget.measured_speed(learner, batch) >= 0
     assert device.replays >= 1
     assert all(parameter.grad is None for parameter in learner.model.parameters())
 
 
-def test_only_what_is_the_same_work_each_time_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_the_same_work_each_time_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(change: Callable[[Any], None]) -> bool:
-        learner = learner_on(Recording())
+        learner = learner_on(Capturing())
         change(learner)
         return learner.captures(2)
 
-    class Half(Recording):
+    class Half(Capturing):
         scaling = Scaling(True, "inf")  # type: ignore[assignment]
 
     assert asked(lambda learner: None)
@@ -165,7 +166,7 @@ def test_only_what_is_the_same_work_each_time_is_recorded(monkeypatch: pytest.Mo
     assert not asked(lambda learner: None)
 
 
-def test_what_is_long_or_has_no_room_for_two_is_not_recorded() -> None:
+def test_what_is_long_or_has_no_room_for_two_is_not_captured() -> None:
     h200 = find("H200")
     assert short(Shape.from_depth(6), h200, 8, False)
     assert short(Shape.from_depth(12), h200, 4, False)
@@ -176,34 +177,34 @@ def test_what_is_long_or_has_no_room_for_two_is_not_recorded() -> None:
     assert not short(Shape.from_depth(2), replace(h200, known=False), 1, False), "its speed is not known"
 
 
-def test_training_is_the_same_with_recorded_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_the_same_with_captured_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = "--depth 2 --dim 32 --head-dim 32 --max-seq-len 64 --total-batch-size 256 --device-batch-size 2 --steps 3"
     quiet = "--eval-every -1 --sample-every 0 --data toyworld --device-type cpu"
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
     losses = {}
-    for name, device in (("plain", CPU(DeviceOptions())), ("recorded", Recording())):
+    for name, device in (("plain", CPU(DeviceOptions())), ("captured", Capturing())):
         monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, device=device, **__: device)
         assert main(["base", *sizes.split(), *quiet.split(), "--run", name]) == 0
         rows = (tmp_path / "runs" / name / "base" / "metrics.jsonl").read_text().splitlines()
         losses[name] = [row["loss"] for row in map(json.loads, rows) if "loss" in row]
-    assert isinstance(device, Recording)
-    assert (device.recordings, device.replays) == (1, 1 + 6), "a dry run, then two micro-batches in each of three steps"
-    assert losses["recorded"] == losses["plain"]
+    assert isinstance(device, Capturing)
+    assert (device.captures, device.replays) == (1, 1 + 6), "a dry run, then two micro-batches in each of three steps"
+    assert losses["captured"] == losses["plain"]
     assert len(losses["plain"]) == 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_cuda_device_records_what_it_would_do(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_graph_computes_what_eager_code_does(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCENDCHAT_DTYPE", dtype)
     shape = Shape.from_depth(4, dim=256, head_dim=64, vocab=512, seq_len=256)
     found, wanted = (
         learnt(
             learner_on(pick("cuda"), "cuda", Flash() if dtype == "bf16" else Reference(), shape),
             batches(4, 8, "cuda", shape),
-            record,
+            capture,
         )
-        for record in (True, False)
+        for capture in (True, False)
     )
     assert found[0] == pytest.approx(wanted[0], rel=1e-3 if dtype == "bf16" else 1e-5)
     assert len(set(found[0])) == 4

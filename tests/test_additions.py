@@ -1,0 +1,99 @@
+"""Each addition is made in the files that docs/en/architecture.md names. A chip is added in device/test_toy_chip.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ascendchat.data.chat import formats
+from ascendchat.data.chat.tables import TableRow
+from ascendchat.data.chat.template import Conversation
+from ascendchat.doctor import explain, explain_rules
+from ascendchat.rl.rewards import Judge, JudgeRequest
+from ascendchat.tasks import named
+from ascendchat.tasks.base import Task
+
+
+def test_a_data_format_is_a_function_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def riddle(row: TableRow) -> Iterator[Conversation]:
+        if not row["riddle"]:
+            raise ValueError("there is no riddle")
+        yield [{"role": "user", "content": row["riddle"]}, {"role": "assistant", "content": row["solution"]}]
+
+    monkeypatch.setattr(formats, "READERS", ((riddle, ("riddle", "solution")), *formats.READERS))
+    rows = [{"riddle": f"What is {n}?", "solution": str(n)} for n in range(3)] + [{"riddle": "", "solution": "x"}]
+    file, said = tmp_path / "riddles.jsonl", list[str]()
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    talks = list(formats.conversations(file, say=said.append))
+    assert [talk[-1]["content"] for talk in talks] == ["0", "1", "2"]
+    assert "there is no riddle" in " ".join(said)
+
+
+class Parity(Task):
+    """A reward: is a number even?"""
+
+    name, kind, language = "parity", "reply", "en"
+
+    def __len__(self) -> int:
+        return 10
+
+    def example(self, index: int) -> Conversation:
+        right = "odd" if index % 2 else "even"
+        return [
+            {"role": "user", "content": f"Is {index} even or odd?"},
+            {"role": "assistant", "content": right},
+        ]
+
+    def correct(self, index: int, reply: str) -> bool:
+        return reply.strip() == self.example(index)[-1]["content"]
+
+
+def test_a_reward_is_a_task_and_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = named.load
+    monkeypatch.setattr(named, "load", lambda name, *more: Parity() if name == "parity" else load(name, *more))
+    task = named.load("parity")
+    judge = Judge()
+    try:
+        verdicts = judge.verdicts(
+            [JudgeRequest(task, 3, "odd"), JudgeRequest(task, 3, "even"), JudgeRequest(task, 4, " even ")]
+        )
+    finally:
+        judge.close()
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 1.0]
+    assert [len(talk) for talk in task] == [2] * 10, "mid and sft learn from it too"
+
+
+RULE = """
+- id: toy-overheats
+  level: cause
+  patterns:
+    - 'TOY_E(?P<code>\\d+): core too hot'
+  title: {en: The toy is too hot, zh: 玩具过热}
+  cause: {en: 'Error {code} of its sensor.', zh: '传感器报错 {code}。'}
+  check:
+    - {en: 'Is the fan on?', zh: '风扇开着吗？'}
+  commands:
+    - cat toy.log
+"""
+
+
+def test_an_error_explanation_is_an_entry_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "rules"
+    shutil.copytree(explain_rules.FOLDER, folder)
+    (folder / "15_toy.yaml").write_text(RULE, encoding="utf-8")
+    caches = explain_rules.all_rules, explain_rules.matchers
+    monkeypatch.setattr(explain_rules, "FOLDER", folder)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        for lang, title in (("en", "The toy is too hot"), ("zh", "玩具过热")):
+            (found,) = explain.explain("step 3\nRuntimeError: TOY_E42: core too hot\n", lang)
+            assert (found.rule, found.title) == ("toy-overheats", title)
+            assert "42" in found.cause
+    finally:
+        for cached in caches:
+            cached.cache_clear()
