@@ -79,7 +79,7 @@ CODE_IN_INIT: set[str] = set()
 # module -> private names of other files that it uses.
 FOREIGN_PRIVATE: dict[str, str] = {}
 # Names that several classes have which other files import.
-SAME_NAME: set[str] = set("Reference Result Retry".split())
+SAME_NAME: set[str] = set("Reference Result".split())
 # A docstring is a sentence with a subject or a verb: none begins like this.
 OPENINGS = re.compile(r"(?:Of|The same|As|What|Whether|Who|How|Where|When)\b")
 # module -> how many of its docstrings still do. Numbers may only become smaller.
