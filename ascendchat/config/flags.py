@@ -191,7 +191,7 @@ def _split(cls: type, argv: list[str]) -> tuple[dict[str, Any], list[str], str |
     """argv -> ({field: value}, bare words, path of --config)."""
     spellings, kinds = flags_of(cls), _types(cls)
     takes_rest = any(f.metadata.get("words") == "rest" for f in dataclasses.fields(cls))
-    given: dict[str, Any] = {}
+    by_flag: dict[str, Any] = {}
     words: list[str] = []
     config_file: str | None = None
     rest = list(argv)
@@ -218,17 +218,17 @@ def _split(cls: type, argv: list[str]) -> tuple[dict[str, Any], list[str], str |
             names = [spelling(n) for n in [*spellings, "config"]]
             raise UnknownSetting(f"unknown flag {name}; {nearest(name, names)}", key)
         if kinds[field.name] in (bool, bool | None) and not equals:
-            given[field.name] = not negated
+            by_flag[field.name] = not negated
             if not negated and rest and rest[0].lower() in ("true", "false", "1", "0"):
-                given[field.name] = convert(name, bool, rest.pop(0))
+                by_flag[field.name] = convert(name, bool, rest.pop(0))
             continue
         if negated:
             raise UserError(f"{name}: only a switch can be negated, and takes no value then; use {spelling(key[3:])}")
         text = value if equals else _value(name, rest)
         if not text.strip():  # most often a shell variable that is not set
             raise UserError(f"{name} has an empty value; leave the flag out for the default")
-        given[field.name] = accept(name, field, kinds[field.name], text)
-    return given, words, config_file
+        by_flag[field.name] = accept(name, field, kinds[field.name], text)
+    return by_flag, words, config_file
 
 
 def spelling(name: str) -> str:
@@ -266,12 +266,12 @@ def parse(cls: type[C], argv: list[str]) -> C:
     """The command's config from its flags and its YAML file; a UserError names the nearest valid name."""
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     kinds = _types(cls)  # type: ignore[arg-type]
-    given, words, config_file = _split(cls, argv)
+    by_flag, words, config_file = _split(cls, argv)
     takes_words = any(f.metadata.get("words") for f in fields.values())
     if config_file is None and len(words) == 1 and words[0].endswith((".yaml", ".yml")) and not takes_words:
         config_file = words.pop()
     values = accept_all(cls, load_yaml(config_file), config_file) if config_file is not None else {}
-    values.update(given)
+    values.update(by_flag)
     receiver = next((f for f in fields.values() if f.metadata.get("words")), None)
     if words and receiver is None:
         raise UserError(f"unexpected argument {words[0]!r}; flags are written {spelling(next(iter(fields)))} VALUE")

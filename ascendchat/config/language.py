@@ -25,10 +25,10 @@ CATALOGUE = Path(__file__).with_name("zh.json")
 PIECES = re.compile(r"\s+|[（《]*(?:[^\s\u2e80-\uffef]+|\S)[，。；：、！？）》]*")
 
 
-def language(asked: str | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """ "zh" or "en": the language of `asked`, else of the shell (LC_ALL, else LC_MESSAGES, else LANG)."""
+def language(lang: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """ "zh" or "en": the language of `lang`, else of the shell (LC_ALL, else LC_MESSAGES, else LANG)."""
     environ = os.environ if environ is None else environ
-    locale = asked or environ.get("LC_ALL") or environ.get("LC_MESSAGES") or environ.get("LANG") or ""
+    locale = lang or environ.get("LC_ALL") or environ.get("LC_MESSAGES") or environ.get("LANG") or ""
     return "zh" if locale.lower().startswith("zh") else "en"
 
 

@@ -197,13 +197,13 @@ def vllm_settings(block: dict[str, Any], source: str = "inference_engine") -> di
             f"{source}.type: {block['type']!r} is not known; it is vllm, or leave inference_engine out: a server of "
             "ascendchat's own is started by --rollout-devices"
         )
-    given = block.get("vllm_config") or {}
-    if not isinstance(given, dict):
-        raise UserError(f"{source}.vllm_config holds `name: value` lines, found {given!r}")
+    settings = block.get("vllm_config") or {}
+    if not isinstance(settings, dict):
+        raise UserError(f"{source}.vllm_config holds `name: value` lines, found {settings!r}")
     fields = {field.name: field for field in dataclasses.fields(_VllmConfig)}
     spellings = {name: field for field in fields.values() for name in (field.name, *field.metadata.get("also", ()))}
     kinds, values = get_type_hints(_VllmConfig), {}
-    for key, value in given.items():
+    for key, value in settings.items():
         field = spellings.get(str(key).replace("-", "_"))
         if field is None:
             raise UserError(f"{source}.vllm_config: unknown setting {key}; {nearest(str(key), list(fields))}")

@@ -63,8 +63,9 @@ def token_budget(config: BaseConfig, shape: Shape) -> int:
 
 def steps_of(config: BaseConfig, shape: Shape, learner: TrainModel, tokens: int, total: int) -> tuple[Split, int]:
     """Split `total` tokens a step, or the batch of the flags, over the devices; also the steps over `tokens`."""
-    given = config.total_batch_size
-    split = share_out(config, shape, learner.device, given or total, given=total_flag(given), packaged=learner.packaged)
+    flag = total_flag(config.total_batch_size)
+    total = config.total_batch_size or total
+    split = share_out(config, shape, learner.device, total, flag=flag, packaged=learner.packaged)
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 

@@ -128,8 +128,8 @@ def batch_and_steps(config: ChatTrainConfig, shape: Shape, learner: TrainModel, 
     total = config.total_batch_size or batch_for(int(rows * shape.seq_len * config.epochs), shape.seq_len)
     if config.target_examples_per_step:
         total = config.target_examples_per_step * shape.seq_len
-    given = total_flag(config.total_batch_size, config.target_examples_per_step)
-    split = share_out(config, shape, learner.device, total, given=given, packaged=learner.packaged)
+    flag = total_flag(config.total_batch_size, config.target_examples_per_step)
+    split = share_out(config, shape, learner.device, total, flag=flag, packaged=learner.packaged)
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 

@@ -399,8 +399,8 @@ def batch_and_steps(config: FinetuneConfig, shape: HFShape, here: Context, rows:
     elif not total and config.device_batch_size:
         total = config.device_batch_size * (config.gradient_accumulation_steps or 1) * devices * shape.seq_len
     usual = min(FINETUNE_ROWS, max(1, int(rows * config.epochs) // FEW_STEPS))
-    given = total_flag(config.total_batch_size, config.target_examples_per_step)
-    split = share_out(config, shape, here.device, total or usual * shape.seq_len, given=given, held=layout_of(config))
+    flag = total_flag(config.total_batch_size, config.target_examples_per_step)
+    split = share_out(config, shape, here.device, total or usual * shape.seq_len, flag=flag, layout=layout_of(config))
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 

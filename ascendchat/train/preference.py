@@ -326,9 +326,9 @@ def batch_and_steps(config: FinetuneConfig, shape: Any, device: Device, mixture:
     if not total:
         most = wanted if config.target_examples_per_step else min(wanted, bins * config.epochs / FEW_STEPS)
         total = max(1, round(most)) * length
-    given = total_flag(config.total_batch_size, config.target_examples_per_step)
+    flag = total_flag(config.total_batch_size, config.target_examples_per_step)
     config = replace(config, device_batch_size=fixed)
-    split = share_out(config, doubled(shape), device, total, given=given, held=layout_of(config))
+    split = share_out(config, doubled(shape), device, total, flag=flag, layout=layout_of(config))
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(bins * config.epochs / per_step))
 

@@ -50,28 +50,28 @@ def share_out(
     total: int,
     *,
     beside: int = 0,
-    given: str = "",
+    flag: str = "",
     packaged: Collection[str] = (),
-    held: WeightLayout = WeightLayout(),  # noqa: B008 (immutable)
+    layout: WeightLayout = WeightLayout(),  # noqa: B008 (immutable)
 ) -> Split:
     """Split `total` tokens a step over the devices; `beside`: bytes of each that something else needs; `packaged` as
-    TrainModel.packaged. If no flag has `given` the total, rows per device times micro-batches are the total if the user
-    gave both."""
+    TrainModel.packaged. `flag`: the one that set the total; without it, rows per device times micro-batches are the
+    total if both were set."""
     fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, collectives.world().size
     accumulation = config.gradient_accumulation_steps
-    if not given and fixed and accumulation:
+    if not flag and fixed and accumulation:
         return Split(size, fixed, accumulation, shape.seq_len)
     if isinstance(shape, HFShape):
-        rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, beside=beside, **held._asdict())
+        rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, beside=beside, **layout._asdict())
         split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
     else:
         known: Any = {"checkpointing": checkpointing, "beside": beside, "packaged": packaged}
         split = fit_split(shape, device.chip, size, total, rows=fixed, **known)
-    if accumulation is not None and not given:
+    if accumulation is not None and not flag:
         return replace(split, accumulation=accumulation)
     if accumulation is not None and accumulation != split.accumulation:
         raise UserError(
-            f"--gradient-accumulation-steps {accumulation} does not fit {given}: with "
+            f"--gradient-accumulation-steps {accumulation} does not fit {flag}: with "
             f"{split.devices} device(s) and {split.rows} rows of {split.seq_len} it takes {split.accumulation}"
         )
     return split

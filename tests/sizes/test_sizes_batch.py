@@ -92,10 +92,10 @@ def test_rows_times_accumulation_is_the_batch_where_no_total_is_given(config: ty
 def test_accumulation_agrees_with_the_examples_of_a_step(config: type[ChatTrainConfig]) -> None:
     shape, cpu = Shape.from_depth(2, seq_len=128), pick("cpu")
     asked = config(device_batch_size=4, gradient_accumulation_steps=2, target_examples_per_step=8)
-    given = total_flag(asked.total_batch_size, asked.target_examples_per_step)
-    assert share_out(asked, shape, cpu, 8 * 128, given=given) == Split(1, 4, 2, 128)
+    flag = total_flag(asked.total_batch_size, asked.target_examples_per_step)
+    assert share_out(asked, shape, cpu, 8 * 128, flag=flag) == Split(1, 4, 2, 128)
     with pytest.raises(UserError, match="--gradient-accumulation-steps 3 does not fit --target-examples-per-step 8: "):
-        share_out(replace(asked, gradient_accumulation_steps=3), shape, cpu, 8 * 128, given=given)
+        share_out(replace(asked, gradient_accumulation_steps=3), shape, cpu, 8 * 128, flag=flag)
     with pytest.raises(UserError, match="say the same thing; give one of them"):
         total_flag(1024, 8)
 
