@@ -530,7 +530,7 @@ def test_a_checksum_that_was_begun_is_not_believed_when_the_file_has_changed_sin
     path = tmp_path / "weights"
     path.write_bytes(b"old")
     begin_sha256(path)
-    files._begun[path].join()
+    files._background[path].join()
     write_atomic(path, "new")
     assert sha256(path) == hashlib.sha256(b"new").hexdigest()
     begin_sha256(path)
@@ -552,7 +552,7 @@ def test_a_checksum_is_begun_of_checkpoints_only_and_where_a_thread_can_start(
 ) -> None:
     """That of a Hugging Face model nobody asks for: to read gigabytes for it would only slow the load."""
     begun: dict[Path, object] = {}
-    monkeypatch.setattr("ascendchat.files._begun", begun)
+    monkeypatch.setattr("ascendchat.files._background", begun)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"weights")
     save(tmp_path / "base", 3)

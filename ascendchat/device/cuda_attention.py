@@ -247,7 +247,7 @@ _flash.register_autograd(_backward, setup_context=_keep)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int, scale: float) -> Tensor:
-    """Causal attention; a query sees `window` keys, its own among them. Where nobody compiles or learns, the operator
+    """Causal attention; a query sees `window` keys, its own among them. Without a compiler or a gradient, the operator
     is left out: its first call imports torch's compiler, for which a chat would wait 2.5 s."""
     left = window - 1 if window < longest else -1
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

@@ -88,6 +88,6 @@ class _MPS(CPU):
         self.peak = 0
 
     def release(self) -> None:
-        """Give memory that nobody uses back to the system."""
+        """Give unused memory back to the system."""
         gc.collect()
         torch.mps.empty_cache()

@@ -98,7 +98,7 @@ class NPU(Accelerator):
     def graph(
         self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None
     ) -> Callable[..., Any]:
-        """Record `fn`; with TASK_QUEUE_ENABLE=2, which training uses, torch_npu cannot, and `fn` itself is returned.
+        """Capture `fn`; with TASK_QUEUE_ENABLE=2, which training uses, torch_npu cannot, and `fn` itself is returned.
 
         Host arguments are updated on a stream of their own, and a replay waits there where it needs them. A replay
         that has not used its own yet would get those of the next: so two graphs take turns, and each is updated only

@@ -53,8 +53,8 @@ def engine_for(
     cache_dtype: torch.dtype | None = None,
     readout: Readout | None = None,
 ) -> Engine:
-    """An engine for `slots` rows of up to `context` tokens, by default as many as in training; `cache_dtype`: the dtype
-    of its KV cache, if not the model's; `readout`: see Decoder."""
+    """An engine with `slots` slots of up to `context` tokens, by default as many as in training. `cache_dtype`: the
+    dtype of its KV cache, if not that of the model; `readout`: see Decoder."""
     device, context = opened.here.device, context or opened.model.shape.seq_len
     if device.type == "cpu" and device.dtype == torch.float32:
         prefer_plain_products()

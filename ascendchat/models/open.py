@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class _OwnSource:
 
     @property
     def shape(self) -> Shape:
+        """The sizes of the model."""
         if "shape" not in self.state:
             raise UserError(f"{self.folder / 'state.json'} names no model shape; name another --checkpoint")
         return Shape.from_dict(self.state["shape"])
@@ -80,14 +81,15 @@ class OwnCheckpoint(_OwnSource, Checkpoint):
 
     @classmethod
     def of(cls, saved: Checkpoint) -> OwnCheckpoint:
+        """A checkpoint that is known to hold our GPT."""
         return cls(saved.folder, saved.state)
 
     @property
     def tokenizer_folder(self) -> Path:
         """The copy beside the checkpoints, else the folder that training read if it is there, else the default one."""
         recorded = str(self.settings.get("tokenizer") or "")
-        places = [self.folder.parent / "tokenizer", *([Path(recorded)] if recorded else [])]
-        return next((place for place in places if place.is_dir()), home() / "tokenizer")
+        folders = [self.folder.parent / "tokenizer", *([Path(recorded)] if recorded else [])]
+        return next((folder for folder in folders if folder.is_dir()), home() / "tokenizer")
 
 
 class OwnExport(_OwnSource):
@@ -99,8 +101,8 @@ class OwnExport(_OwnSource):
         self.state, self.settings = read_json(files.path / "config.json"), dict[str, Any]()
         self.step = int(self.state.get("step") or 0)
 
-    def refuse_training(self) -> None:
-        """Training needs a checkpoint."""
+    def refuse_training(self) -> NoReturn:
+        """Raise a UserError: training needs a checkpoint."""
         raise UserError(
             f"{self.folder} is an exported model of our own: chat, serve and eval open it, training does not; "
             "train its run instead (--run NAME, or --start FOLDER of a checkpoint)"
@@ -211,7 +213,7 @@ def open_model(
 def _load_own(source: OwnCheckpoint | OwnExport, here: Context) -> GPT:
     """Our GPT with its weights, on the device."""
     device = here.device
-    with torch.device("meta"):  # no memory yet: weights go from the file to their place, without a copy in between
+    with torch.device("meta"):  # no memory yet: weights go from the file to the device, without a copy in between
         model = GPT(source.shape, device.operators()).requires_grad_(False).eval().to_compute(device.dtype)
     own, weights = model.state_dict(), source.model()
     try:
@@ -226,8 +228,8 @@ def _load_own(source: OwnCheckpoint | OwnExport, here: Context) -> GPT:
         raise UserError(
             f"{source.folder}: the weight {unfit.weight} does not fit its own state.json; name another --checkpoint"
         ) from None
-    placed = {name: weights[name].to(here.place, tensor.dtype, copy=True) for name, tensor in own.items()}
-    model.load_state_dict(placed, assign=True)
+    on_device = {name: weights[name].to(here.place, tensor.dtype, copy=True) for name, tensor in own.items()}
+    model.load_state_dict(on_device, assign=True)
     return model
 
 

@@ -107,7 +107,7 @@ def _horizon(config: PlanConfig, model: Shape | HFModel) -> tuple[int, int, list
     """(tokens of the run, wanted tokens per step, notes)."""
     notes: list[str] = []
     if isinstance(model, Shape):
-        tokens = config.tokens or batch.horizon(model, config.target_param_data_ratio)
+        tokens = config.tokens or batch.default_token_budget(model, config.target_param_data_ratio)
         return tokens, config.total_batch_size or batch.batch_for(tokens, model.seq_len), notes
     if not config.tokens:
         notes.append(f"no --tokens given: {FINETUNE_TOKENS:,} assumed for the fine-tuning")
@@ -247,7 +247,7 @@ def inference_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None
     model = model or model_of(config)
     context = config.context or config.max_seq_len
     weights = model.total_parameters * memory.compute_bytes(chip)
-    max_sequences = memory.most_sequences(model, chip, context, weights + sum(memory.outside(chip).values()))
+    max_sequences = memory.max_sequences_beside(model, chip, context, weights + sum(memory.outside(chip).values()))
     if not max_sequences:
         raise TooLarge("one sequence", memory.decoding(model, chip, 1, context))
     return {
@@ -290,7 +290,7 @@ def rl_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = None
     else:
         parts = {**parts, "rollout_weights": copy}
         resident = {name: size for name, size in parts.items() if name not in training_only}
-    max_sequences = memory.most_sequences(model, chip, context, sum(resident.values()))
+    max_sequences = memory.max_sequences_beside(model, chip, context, sum(resident.values()))
     if not max_sequences:
         raise TooLarge("one rollout", {**resident, **memory.caches(model, chip, 1, context)})
     rollout_parts = {**resident, **memory.caches(model, chip, max_sequences, context)}

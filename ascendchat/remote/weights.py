@@ -25,9 +25,9 @@ Scorer = Callable[[list[int]], Sequence[float]]  # tokens -> log-probability of 
 PROBE_TOKENS = 24
 VLLM_ROWS = 64
 LIMITS = {"float32": 1e-3}  # mean |difference| of log-probabilities between trainer and server, by the server's dtype
-NOTHING = hashlib.sha256(b"").hexdigest()  # of a weight that vLLM has packed for a kernel and keeps elsewhere
-OTHER_LIMIT = 0.1  # of a server that calculates with fewer digits
-MOVED = 1e-4  # a mean change of the trainer's own log-probabilities that a server's must show, too
+EMPTY_DIGEST = hashlib.sha256(b"").hexdigest()  # of a weight that vLLM has packed for a kernel
+OTHER_LIMIT = 0.1  # where the server computes in 16 bits
+MIN_CHANGE = 1e-4  # mean change of the trainer's log-probabilities above which those of the server must change too
 
 # Weights that vLLM keeps as one, and the parts they are made of, one above the other
 JOINED = {
@@ -58,7 +58,7 @@ def compare(digests: Mapping[str, str], weights: Mapping[str, Tensor]) -> tuple[
         return [], len(digests)
     for key, digest in digests.items():
         expected = expected_tensor(name := key.rpartition(":")[2], weights)
-        if expected is None or digest == NOTHING:
+        if expected is None or digest == EMPTY_DIGEST:
             unknown += 1
         elif digest not in (hashlib.sha256(raw(form)).hexdigest() for form in (expected, padded(expected))):
             wrong.append(name)
@@ -122,7 +122,7 @@ def judge(now: Scores, before: Scores | None, dtype: str) -> str:
     limit, difference = LIMITS.get(dtype, OTHER_LIMIT), gap(now.trainer, now.server)
     if difference > limit:
         return f"its log-probabilities differ from the trainer's by {difference:.2g} on average, more than {limit:g}"
-    if before is not None and before.server == now.server and gap(before.trainer, now.trainer) > MOVED:
+    if before is not None and before.server == now.server and gap(before.trainer, now.trainer) > MIN_CHANGE:
         return "it still answers with the weights from before"
     return ""
 

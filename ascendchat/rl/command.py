@@ -61,9 +61,9 @@ NEAREST = tuple(f"toy_{topic}_{language}=0.1" for topic in ("problem", "arithmet
 TOY_QUESTIONS = ("toy_problems=0.6", *NEAREST)
 
 
-def default_questions(learnt_from: Sequence[str]) -> tuple[str, ...]:
-    """The questions where no --data is given: `learnt_from` names the data of SFT."""
-    toy = {Path(parse_entry(entry).name).name for entry in learnt_from} == {"toyworld"}
+def default_questions(trained_on: Sequence[str]) -> tuple[str, ...]:
+    """The questions where no --data is given: `trained_on` names the data of SFT."""
+    toy = {Path(parse_entry(entry).name).name for entry in trained_on} == {"toyworld"}
     return TOY_QUESTIONS if toy else ("gsm8k",)
 
 

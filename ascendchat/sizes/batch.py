@@ -24,7 +24,7 @@ MIN_STEPS = 1000
 MAX_ROWS = 2**20  # no device batch above this is ever searched
 
 
-def horizon(shape: Shape, ratio: float) -> int:
+def default_token_budget(shape: Shape, ratio: float) -> int:
     """Training tokens: `ratio` per scaling parameter."""
     return max(1, int(ratio * shape.scaling_parameters))
 
@@ -36,11 +36,11 @@ def optimizer_tokens(shape: Shape) -> int:
     return 5 * sum(count * (4 * n * n * m + 2 * n**3) for n, m, count in sizes) // shape.train_flops_per_token
 
 
-def batch_for(tokens: int, seq_len: int = 1, least_steps: int = MIN_STEPS) -> int:
+def batch_for(tokens: int, seq_len: int = 1, min_steps: int = MIN_STEPS) -> int:
     """Tokens per step for a run of `tokens`: the rule at the top of this file; never less than one row."""
     ideal = REFERENCE_BATCH * (max(tokens, 1) / REFERENCE_TOKENS) ** BATCH_EXPONENT
     batch = 2 ** round(math.log2(ideal))
-    while tokens // batch < least_steps and batch > seq_len:
+    while tokens // batch < min_steps and batch > seq_len:
         batch //= 2
     return max(batch, seq_len)  # a row is the smallest piece
 

@@ -221,7 +221,7 @@ def decoding(shape: _DecoderSizes, chip: Chip, sequences: int, context: int) -> 
     return {"weights": weights, **caches(shape, chip, sequences, context), **outside(chip)}
 
 
-def most_sequences(shape: _DecoderSizes, chip: Chip, context: int, taken: int) -> int:
+def max_sequences_beside(shape: _DecoderSizes, chip: Chip, context: int, taken: int) -> int:
     """Sequences of `context` tokens that fit beside `taken` bytes."""
     slot = slot_bytes(shape, chip, context)
     left = usable(chip) - taken - prefill_work(shape, chip, context) - slot

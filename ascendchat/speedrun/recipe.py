@@ -29,7 +29,7 @@ from ascendchat.data.fetch.sources import SETS
 from ascendchat.data.mixture import parse_entry
 from ascendchat.device.env import count_devices, look
 from ascendchat.errors import UserError, home, nearest
-from ascendchat.sizes.batch import horizon
+from ascendchat.sizes.batch import default_token_budget
 from ascendchat.sizes.shape import Shape
 
 # Commands that may be stages, and their configs: those of cli.COMMANDS.
@@ -95,7 +95,7 @@ class Recipe:
         if base is None or shape is None:
             return 0
         ratio = base.get("target_param_data_ratio", BaseConfig.target_param_data_ratio)
-        return int(base.get("tokens") or horizon(shape, float(ratio)))
+        return int(base.get("tokens") or default_token_budget(shape, float(ratio)))
 
 
 def recipe_files() -> dict[str, Path]:

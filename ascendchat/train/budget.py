@@ -22,7 +22,7 @@ from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import Batches
 from ascendchat.errors import UserError
 from ascendchat.parallel import collectives
-from ascendchat.sizes.batch import MIN_STEPS, Split, batch_for, horizon, optimizer_tokens
+from ascendchat.sizes.batch import MIN_STEPS, Split, batch_for, default_token_budget, optimizer_tokens
 from ascendchat.sizes.memory import training, usable
 from ascendchat.sizes.shape import Shape
 from ascendchat.train.loop import until_it_fits
@@ -58,7 +58,7 @@ def token_budget(config: BaseConfig, shape: Shape) -> int:
     """Token budget of the flags, but for --steps and --minutes, which win over it."""
     if config.target_flops is not None:
         return config.tokens or max(1, int(config.target_flops / shape.train_flops_per_token))
-    return config.tokens or horizon(shape, config.target_param_data_ratio)
+    return config.tokens or default_token_budget(shape, config.target_param_data_ratio)
 
 
 def steps_of(config: BaseConfig, shape: Shape, learner: TrainModel, tokens: int, total: int) -> tuple[Split, int]:

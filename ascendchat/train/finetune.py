@@ -55,7 +55,15 @@ from ascendchat.train.preference import PreferenceStage, check_numbers, train_pa
 from ascendchat.train.rows import RowStage, curve, learning_rates, row_facts, seeder, share_out, total_flag
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
-from ascendchat.train.start import InitialModel, check_output, from_checkpoint, from_hf, hf_source, kept, learner_of
+from ascendchat.train.start import (
+    check_output,
+    from_checkpoint,
+    from_hf,
+    hf_source,
+    layout_of,
+    learner_of,
+    with_learner,
+)
 
 FEW_STEPS = 100  # a step takes fewer rows where the run would have fewer steps than this
 FULL_RATE, LORA_RATE, MUON_RATE = 1e-5, 1e-4, 1e-3
@@ -165,10 +173,7 @@ def learn_pairs(config: FinetuneConfig) -> int:
         theirs = open_theirs(config, here)
         name = config.run or run_name(config, theirs)
         folder, out = run_folder(name, "hf"), Path(config.output_dir).expanduser()
-        learner = learner_of(theirs, config, here)
-        begin = InitialModel(
-            learner, theirs.tokenizer, theirs.source, replace(config, run=name), name, theirs.add_files
-        )
+        begin = with_learner(theirs, replace(config, run=name), here, name)
         status = train_pairs(begin, here, partial(pair_stage, theirs))
         if status == 0 and config.output_dir and not config.preview:
             write_model(theirs, folder, out, here)
@@ -395,7 +400,7 @@ def batch_and_steps(config: FinetuneConfig, shape: HFShape, here: Context, rows:
         total = config.device_batch_size * (config.gradient_accumulation_steps or 1) * devices * shape.seq_len
     usual = min(FINETUNE_ROWS, max(1, int(rows * config.epochs) // FEW_STEPS))
     given = total_flag(config.total_batch_size, config.target_examples_per_step)
-    split = share_out(config, shape, here.device, total or usual * shape.seq_len, given=given, held=kept(config))
+    split = share_out(config, shape, here.device, total or usual * shape.seq_len, given=given, held=layout_of(config))
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 

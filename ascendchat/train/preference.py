@@ -63,7 +63,7 @@ from ascendchat.train.rows import (
 )
 from ascendchat.train.run import train_stage
 from ascendchat.train.stage import Loss, Optimizer
-from ascendchat.train.start import InitialModel, check_output, kept
+from ascendchat.train.start import InitialModel, check_output, layout_of
 
 BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 GAMMA = 0.5
@@ -328,7 +328,7 @@ def batch_and_steps(config: FinetuneConfig, shape: Any, device: Device, mixture:
         total = max(1, round(most)) * length
     given = total_flag(config.total_batch_size, config.target_examples_per_step)
     config = replace(config, device_batch_size=fixed)
-    split = share_out(config, doubled(shape), device, total, given=given, held=kept(config))
+    split = share_out(config, doubled(shape), device, total, given=given, held=layout_of(config))
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(bins * config.epochs / per_step))
 

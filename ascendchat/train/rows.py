@@ -33,7 +33,7 @@ from ascendchat.sizes.shape import Shape
 from ascendchat.train.evaluation import Evaluation
 from ascendchat.train.model import TrainModel, random_micro_batch
 from ascendchat.train.stage import Loss, Optimizer, Stage, updates_of
-from ascendchat.train.start import Holding, learning_rate, most_rows
+from ascendchat.train.start import WeightLayout, learning_rate, most_rows
 
 
 def total_flag(total: int | None, examples: int | None = None) -> str:
@@ -52,7 +52,7 @@ def share_out(
     beside: int = 0,
     given: str = "",
     packaged: Collection[str] = (),
-    held: Holding = Holding(),  # noqa: B008 (immutable)
+    held: WeightLayout = WeightLayout(),  # noqa: B008 (immutable)
 ) -> Split:
     """Split `total` tokens a step over the devices; `beside`: bytes of each that something else needs; `packaged` as
     TrainModel.packaged. If no flag has `given` the total, rows per device times micro-batches are the total if the user

@@ -80,8 +80,7 @@ def initial_model(config: _Config, here: Context, stage: StageName) -> InitialMo
     opened = from_hf(config, here)
     if opened is None:
         return from_checkpoint(config, here, stage)
-    learner = learner_of(opened, config, here)
-    return InitialModel(learner, opened.tokenizer, opened.source, config, opened.source.name, opened.add_files)
+    return with_learner(opened, config, here, opened.source.name)
 
 
 # ---- a checkpoint of our own GPT ---------------------------------------------------------------
@@ -169,7 +168,7 @@ def from_hf(config: HFTrainConfig, here: Context, lora: LoraSettings | None = No
     refuse_too_large(source.config_folder, config, here)
     if config.fp8:
         here.say("--fp8 is ignored: it is for our own models")
-    held = kept(config)
+    layout = layout_of(config)
     return open_for_training(
         source,
         here,
@@ -177,11 +176,11 @@ def from_hf(config: HFTrainConfig, here: Context, lora: LoraSettings | None = No
         tokenizer=config.tokenizer,
         trial=check_engine,
         lora=lora,
-        bits=held.bits,
+        bits=layout.bits,
         seed=config.seed,
         checkpoint_activations=config.activation_checkpointing,
-        shard=held.shard,
-        offload=held.offload,
+        shard=layout.shard,
+        offload=layout.offload,
     )
 
 
@@ -191,7 +190,6 @@ def hf_source(config: HFTrainConfig, here: Context) -> HFFolder | HFCheckpoint |
     if named and (files := files_at(named)):
         if isinstance(files, OwnExport):
             files.refuse_training()
-        assert isinstance(files, HFFolder)
         return files
     path, saved = Path(named).expanduser(), None
     if "/" in named and not path.exists():
@@ -206,6 +204,12 @@ def hf_source(config: HFTrainConfig, here: Context) -> HFFolder | HFCheckpoint |
         saved = newest(run_folder(named or config.run, "hf"), optimizer=False, say=here.say)
     source = source_of(saved) if saved else None
     return source if isinstance(source, HFCheckpoint) else None
+
+
+def with_learner(opened: TrainableModel, config: _Config, here: Context, name: str) -> InitialModel[_Config]:
+    """The Hugging Face model as training by RL or on pairs takes it."""
+    learner = learner_of(opened, config, here)
+    return InitialModel(learner, opened.tokenizer, opened.source, config, name, opened.add_files)
 
 
 def learner_of(opened: TrainableModel, config: HFTrainConfig, here: Context) -> TrainModel:
@@ -226,7 +230,9 @@ def refuse_too_large(folder: Path, config: HFTrainConfig, here: Context) -> None
         return
     longest = int(values.get("max_position_embeddings") or ROW)
     counted = from_config(values, min(config.max_seq_len or ROW, longest))
-    most_rows(counted, here.device.chip, here.world.size, config.activation_checkpointing, **kept(config)._asdict())
+    most_rows(
+        counted, here.device.chip, here.world.size, config.activation_checkpointing, **layout_of(config)._asdict()
+    )
 
 
 def check_output(named: str, saved: Checkpoint | None, steps: int) -> None:
@@ -240,8 +246,8 @@ def learning_rate(shape: HFShape, given: float | None) -> float:
     return given or RATES[shape.total_parameters >= LARGE]
 
 
-class Holding(NamedTuple):
-    """How the weights of a Hugging Face model are held in training, as sizes/hf.py counts it."""
+class WeightLayout(NamedTuple):
+    """Trained and frozen weights of a Hugging Face model, and the devices that hold them: sizes/hf.py counts by it."""
 
     lora_rank: int = 0  # of the adapters; 0: all weights are trained
     bits: int | None = None  # of the frozen base; None: the dtype of the run
@@ -249,16 +255,16 @@ class Holding(NamedTuple):
     offload: bool = False  # to the memory of the host
 
 
-def kept(config: HFTrainConfig) -> Holding:
-    """How the weights are held: `finetune` has flags for it, `rl` trains whole models."""
+def layout_of(config: HFTrainConfig) -> WeightLayout:
+    """The layout that the flags of `finetune` ask for; `rl` trains whole models."""
     if not isinstance(config, FinetuneConfig):
-        return Holding()
+        return WeightLayout()
     rank = (config.lora_rank or LoraSettings.rank) if config.lora else 0
-    return Holding(rank, config.bits, config.shard, config.offload)
+    return WeightLayout(rank, config.bits, config.shard, config.offload)
 
 
 def most_rows(counted: HFModel, chip: Chip, devices: int, checkpointing: bool, *, beside: int = 0, **how: Any) -> int:
-    """The largest device batch that fits, by sizes/hf.py. `beside`: bytes that something else needs; `how`: `kept`."""
+    """The largest device batch that fits, by sizes/hf.py. `beside`: bytes for something else; `how`: a WeightLayout."""
     room = usable(chip) - beside  # bytes
 
     def needed(rows: int) -> int:

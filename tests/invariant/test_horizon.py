@@ -103,7 +103,7 @@ def test_time_that_the_text_leaves_over_goes_into_smaller_steps(words: Path) -> 
     assert total == batch_for(text)
     tokens, total = budget.timed(3 * text, corpora, 1)
     assert abs(tokens - text) <= 1
-    assert total == batch_for(text, least_steps=2000) < batch_for(text)
+    assert total == batch_for(text, min_steps=2000) < batch_for(text)
 
 
 def test_the_time_of_the_optimizer_is_counted_and_is_a_third_at_most() -> None:

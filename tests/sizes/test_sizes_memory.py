@@ -28,7 +28,7 @@ from ascendchat.sizes.memory import (
     exchanged_elements,
     kv_bytes,
     logits_of_chunk,
-    most_sequences,
+    max_sequences_beside,
     policy_logits,
     stacks,
     step_work,
@@ -229,10 +229,10 @@ def test_the_most_sequences_fit_and_one_more_does_not(chip: str, depth: int, con
     shape, device = Shape.from_depth(depth), find(chip)
     none = decoding(shape, device, 0, context)
     fixed = sum(none.values()) - none["activations"] - none["kv_cache"]
-    most = most_sequences(shape, device, context, fixed)
+    most = max_sequences_beside(shape, device, context, fixed)
     assert sum(decoding(shape, device, most, context).values()) <= usable(device)
     assert sum(decoding(shape, device, most + 1, context).values()) > usable(device)
-    assert most_sequences(shape, device, context, usable(device)) == 0
+    assert max_sequences_beside(shape, device, context, usable(device)) == 0
 
 
 def test_generation_is_bounded_by_reading_weights_and_caches_or_by_multiplying() -> None:

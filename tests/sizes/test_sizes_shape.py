@@ -12,7 +12,7 @@ from ascendchat.config.commands import PlanConfig
 from ascendchat.config.generate import BenchDecodeConfig
 from ascendchat.config.train import BaseConfig, BenchTrainConfig
 from ascendchat.errors import UserError
-from ascendchat.sizes.batch import batch_for, horizon
+from ascendchat.sizes.batch import batch_for, default_token_budget
 from ascendchat.sizes.shape import Formulas, Shape
 
 # depth: total, value embeddings, scaling parameters, FLOPs per token, tokens at 12, log2(batch), steps, training FLOPs
@@ -28,7 +28,7 @@ TABLE = {
 def test_the_dial_reproduces_the_published_sizes(depth: int) -> None:
     shape = Shape.from_depth(depth, window_pattern="SSSL")  # as published
     assert (shape.dim, shape.heads * 128, shape.kv_heads * 128, shape.mlp_dim) == (64 * depth,) * 3 + (256 * depth,)
-    tokens = horizon(shape, 12)
+    tokens = default_token_budget(shape, 12)
     batch = batch_for(tokens, shape.seq_len)
     published = shape.total_parameters - shape.parameters()["shifts"]  # the published model does not mix tokens so
     assert TABLE[depth] == (
