@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ascendchat.config import load_yaml
 from ascendchat.errors import NotSaved, UserError
-from ascendchat.files import flush, sha256, usual_mode, write_atomic
+from ascendchat.files import flush, give_default_mode, sha256, write_atomic
 from ascendchat.parallel import collectives
 from ascendchat.processes import lost_ranks
 from ascendchat.runs.run import begun_by_this_launch, checkpoints, old_models
@@ -85,7 +85,7 @@ def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file; the tensors are contiguous and in host memory."""
     save_file(tensors, path, metadata)
-    usual_mode(path)
+    give_default_mode(path)
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:

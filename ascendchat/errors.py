@@ -35,7 +35,7 @@ class RankFailed(UserError):
     status = 1
 
 
-def of_rank(problem: Exception, rank: int) -> UserError:
+def rank_error(problem: Exception, rank: int) -> UserError:
     """Build the error that other ranks raise for one of this rank, so that none waits; only this rank has its
     traceback."""
     if isinstance(problem, UserError):

@@ -70,7 +70,7 @@ def _tidy(path: Path) -> None:
                 os.unlink(draft.path)
 
 
-def usual_mode(path: Path) -> None:
+def give_default_mode(path: Path) -> None:
     """Give a file or folder the rights that one made beside it gets. A library that writes to a temporary file and
     renames it (safetensors) leaves the rights of that: only the owner could read a model that is meant for all."""
     probe = path.with_name(f".{path.name}.{os.getpid()}.mode")

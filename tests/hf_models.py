@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ascendchat.data.tokenizer.learn import PATTERN, learn
+from ascendchat.data.tokenizer.bpe import PATTERN, learn
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.models.folder import LoadedModel, find
 from ascendchat.models.import_transformers import library

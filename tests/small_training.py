@@ -19,7 +19,7 @@ from ascendchat.sizes.schedule import lr_scale, rates
 from ascendchat.sizes.shape import Shape
 
 
-def learner(shape: Shape, place: torch.device, dtype: torch.dtype, ops: object = None) -> tuple[GPT, MuonAdamW]:
+def train_model(shape: Shape, place: torch.device, dtype: torch.dtype, ops: object = None) -> tuple[GPT, MuonAdamW]:
     model = GPT(shape, ops)  # type: ignore[arg-type]
     model.initialise(0)
     model = model.to_compute(dtype).to(place)
@@ -28,7 +28,7 @@ def learner(shape: Shape, place: torch.device, dtype: torch.dtype, ops: object =
 
 
 def losses(shape: Shape, place: torch.device, kernel: Attention, ops: object, steps: int) -> list[float]:
-    model, optimizer = learner(shape, place, torch.float32, ops)
+    model, optimizer = train_model(shape, place, torch.float32, ops)
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(0, shape.vocab, (8, shape.seq_len + 1), generator=generator)
     attend, found = dense(model, kernel), []

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ascendchat.data.chat import formats
+from ascendchat.data.chat.render import Conversation
 from ascendchat.data.chat.tables import TableRow
-from ascendchat.data.chat.template import Conversation
 from ascendchat.doctor import explain, explain_rules
 from ascendchat.rl.rewards import Judge, JudgeRequest
-from ascendchat.tasks import named
-from ascendchat.tasks.base import Task
+from ascendchat.tasks import by_name
+from ascendchat.tasks.task import Task
 
 
 def test_a_data_format_is_a_function_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +53,9 @@ class Parity(Task):
 
 
 def test_a_reward_is_a_task_and_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = named.load
-    monkeypatch.setattr(named, "load", lambda name, *more: Parity() if name == "parity" else load(name, *more))
-    task = named.load("parity")
+    load = by_name.load
+    monkeypatch.setattr(by_name, "load", lambda name, *more: Parity() if name == "parity" else load(name, *more))
+    task = by_name.load("parity")
     judge = Judge()
     try:
         verdicts = judge.verdicts(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ascendchat.checkpoint import Writer, write_weights
-from ascendchat.files import usual_mode, write_atomic
+from ascendchat.files import give_default_mode, write_atomic
 from ascendchat.models.export import export, export_adapter
 
 USUAL = {False: 0o640, True: 0o750}  # of a file, of a folder
@@ -60,6 +60,6 @@ def test_exported_models_and_adapters_can_be_read_by_the_group(tmp_path: Path) -
 
 def test_a_private_folder_becomes_as_open_as_others(tmp_path: Path) -> None:
     (tmp_path / "private").mkdir(mode=0o700)
-    usual_mode(tmp_path / "private")
+    give_default_mode(tmp_path / "private")
     assert as_usual(tmp_path / "private") == set()
     assert [path.name for path in tmp_path.iterdir()] == ["private"]

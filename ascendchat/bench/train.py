@@ -28,24 +28,24 @@ from ascendchat.train.run import training_context
 class Bench:
     """A model, its optimizer and one batch of noise."""
 
-    def __init__(self, learner: TrainModel, split: Split, seed: int) -> None:
-        self.learner, self.split = learner, split
-        learner.mean_over(split.total // split.devices)
-        self.batch = random_micro_batch(learner, split, seed)
-        self.weight = torch.tensor(split.devices / split.total, device=learner.place)
-        self.optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, split.total))
+    def __init__(self, train_model: TrainModel, split: Split, seed: int) -> None:
+        self.train_model, self.split = train_model, split
+        train_model.mean_over(split.total // split.devices)
+        self.batch = random_micro_batch(train_model, split, seed)
+        self.weight = torch.tensor(split.devices / split.total, device=train_model.place)
+        self.optimizer = optimizer_for(train_model, schedule.rates(train_model.model.shape.dim, split.total))
         self.micro_batch()  # the first call compiles, or captures a graph, and leaves no useful gradients
         self.optimizer.zero_grad()
 
     def micro_batch(self) -> None:
-        self.learner.forward_backward(self.batch, self.weight, self.weight)
+        self.train_model.forward_backward(self.batch, self.weight, self.weight)
 
     def update(self) -> None:
         self.optimizer.step(lr_scale=0.01, momentum=0.9, matrix_decay=0.1)
 
     def step(self) -> tuple[Mark, Mark, Mark]:
         """Run one optimizer step; marks before, between and after."""
-        device = self.learner.device
+        device = self.train_model.device
         marks = [device.event()]
         for _ in range(self.split.accumulation):
             self.micro_batch()
@@ -59,14 +59,14 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
     """Time `steps` steps after two warm ones."""
     bench.step(), bench.step()
     device.synchronize()
-    if not bench.learner.captures(bench.split.rows):  # a replay allocates nothing: its peak is that of the capture
+    if not bench.train_model.captures(bench.split.rows):  # a replay allocates nothing: its peak is that of the capture
         device.reset_peak()
     marks = [bench.step() for _ in range(steps)]
     device.synchronize()
-    shape, split = bench.learner.model.shape, bench.split
+    shape, split = bench.train_model.model.shape, bench.split
     seconds = marks[-1][2].since(marks[0][0]) / 1e3
     pace = speed(split.total * steps, seconds, shape.train_flops_per_token, device.chip.peak, split.devices)
-    known = bench.learner.model.checkpoint_activations, bench.learner.packaged
+    known = bench.train_model.model.checkpoint_activations, bench.train_model.packaged
     predicted = memory.allocated(memory.training(shape, device.chip, split.devices, split.rows, *known))
     return {
         "tokens_per_second": round(pace.tokens_per_second),
@@ -89,7 +89,7 @@ def roofline(bench: Bench, device: Device) -> dict[str, Any]:
         bench.micro_batch()
     with _Count() as update:
         bench.update()
-    shape, split = bench.learner.model.shape, bench.split
+    shape, split = bench.train_model.model.shape, bench.split
     moved = split.accumulation * micro_batch.vector_bytes + update.vector_bytes
     multiplying = split.total / split.devices * shape.train_flops_per_token / device.chip.peak
     seconds = multiplying + moved / device.chip.bandwidth
@@ -113,15 +113,19 @@ def run(config: BenchTrainConfig) -> int:
             dim=config.dim,
             head_dim=config.head_dim,
         )
-        learner = build(config, shape, here)
+        train_model = build(config, shape, here)
         total, chip, checkpointing = config.total_batch_size or 2**19, here.device.chip, config.activation_checkpointing
-        known: Any = {"checkpointing": checkpointing, "packaged": learner.packaged}
+        known: Any = {"checkpointing": checkpointing, "packaged": train_model.packaged}
         split = fit_split(shape, chip, here.world.size, total, rows=config.device_batch_size, **known)
-        bench = Bench(learner, split, config.seed)
+        bench = Bench(train_model, split, config.seed)
         results = {**measure(bench, config.steps_to_time, here.device), **roofline(bench, here.device)}
-        eight = isinstance(learner.model.ops, Fp8Ops)  # not what was asked for, but what was timed
+        eight = isinstance(train_model.model.ops, Fp8Ops)  # not what was asked for, but what was timed
         facts = {"depth": config.depth, "chip": chip.name, "devices": here.world.size, "fp8": eight}
-        facts |= {"window_pattern": config.window_pattern, "attention": learner.kernel.name, "torch": torch.__version__}
+        facts |= {
+            "window_pattern": config.window_pattern,
+            "attention": train_model.kernel.name,
+            "torch": torch.__version__,
+        }
         facts |= {"rows": split.rows, "accumulation": split.accumulation, "total_batch": split.total}
         for name, value in results.items():
             here.say(f"{name:<26} {value}")

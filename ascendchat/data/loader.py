@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ascendchat.data.mixture import Batch, Batches
+from ascendchat.data.mixture import Batch, MixtureLoader
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        batches: Batches,
+        batches: MixtureLoader,
         device: torch.device,
         *,
         rows: tuple[int, int],

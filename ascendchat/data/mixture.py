@@ -1,11 +1,11 @@
 """The one mixture: `--data NAME=WEIGHT,...` of every training command, and the global batches that it gives.
 
     entries = parse_mixture(("wiki=0.7", "chats.jsonl=0.3"))      # names and weights
-    batches = Batches([(rows, weight), ...], rows_per_step)       # each `rows` is a RowSource
+    batches = MixtureLoader([(rows, weight), ...], rows_per_step)       # each `rows` is a RowSource
     batches.batch(step, start, stop)                              # rows start .. stop - 1 of the global batch of a step
 
-Text (corpus.TextRows) and packed conversations (chat/rows.ChatRows) are sources of rows; tasks/mixture.py opens the
-mixtures of `mid` and `sft`. A weight is a share of the rows of the run, relative to the other weights.
+Text (corpus.TextRows) and packed conversations (chat/rows.ChatRows) are sources of rows; tasks/chat_mixture.py opens
+the mixtures of `mid` and `sft`. A weight is a share of the rows of the run, relative to the other weights.
 
 The global batch of step s is a pure function of (data, seed, s): ranks take slices of it, and a resumed run, on any
 number of devices, needs nothing but the step.
@@ -162,7 +162,7 @@ def locate(shares: Sequence[Fraction], number: int) -> tuple[int, int]:
     raise AssertionError("the last source takes every row that is left")
 
 
-class Batches:
+class MixtureLoader:
     """Global batches of a weighted mixture: row g of the run belongs to one source, chosen evenly by weight."""
 
     def __init__(self, sources: Sequence[WeightedRows], rows_per_step: int) -> None:

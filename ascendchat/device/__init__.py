@@ -91,8 +91,8 @@ class Device(Protocol):
     pin: bool  # host memory can be pinned for asynchronous copies
     compiles: bool  # whether `compile` compiles
     triton: bool  # whether our own Triton kernels run here
-    records_training: bool  # whether a pass with its gradient can be captured (graph)
-    narrow_cache: bool  # whether keys and values can be kept in 8 bits
+    captures_training: bool  # whether a pass with its gradient can be captured (graph)
+    fp8_kv_cache: bool  # whether keys and values can be kept in 8 bits
 
     def count(self) -> int:
         """Devices this process may use."""

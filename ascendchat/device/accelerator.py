@@ -65,7 +65,7 @@ class Accelerator:
     pin = True
     compiles = False
     triton = False
-    records_training = narrow_cache = False
+    captures_training = fp8_kv_cache = False
     saturates = False  # fp16 overflow shows only in a hardware flag
     graph_class: str  # name of the captured graph's class in `api`
 

@@ -35,7 +35,7 @@ class Attention(Protocol):
 
     name: str
     slices: bool  # `cached` reads a slice of a longer cache in place; otherwise give it whole rows
-    host_lengths: bool  # decoding says on the host how many keys each row holds: `one_query` instead of `cached`
+    lengths_on_host: bool  # decoding says on the host how many keys each row holds: `one_query` instead of `cached`
     by_position: bool  # `cached` is told how many tokens a row has had, even where a ring holds the last of them only
     compiles_packed: bool  # `bounds` of every batch look alike to a compiler, so that `packed` is compiled only once
     triton: bool  # a decoding step may be our own Triton kernels instead (engine/gpt_step.py)
@@ -54,8 +54,8 @@ class Attention(Protocol):
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
         """Make masks for rows of this length, which must not be made inside a compiled or captured region."""
 
-    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
-        """Convert the lengths of documents, which fill `rows` rows, to the form that `packed` takes. `one_by_one`: a
+    def bounds(self, lengths: Ints, rows: int, per_document: bool, upload: Callable[[Tensor], Tensor]) -> Any:
+        """Convert the lengths of documents, which fill `rows` rows, to the form that `packed` takes. `per_document`: a
         call per document costs less here than masked rows."""
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor: ...
@@ -69,7 +69,7 @@ class Reference:
 
     name = "reference"
     slices = True
-    host_lengths = False
+    lengths_on_host = False
     by_position = False
     compiles_packed = True
     triton = False
@@ -103,8 +103,8 @@ class Reference:
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
         return self._rows(q, k, v, None, window, scale)
 
-    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
-        if one_by_one:
+    def bounds(self, lengths: Ints, rows: int, per_document: bool, upload: Callable[[Tensor], Tensor]) -> Any:
+        if per_document:
             return tuple(lengths.tolist())
         return upload(torch.from_numpy(np.arange(len(lengths), dtype=np.int32).repeat(lengths).reshape(rows, -1)))
 

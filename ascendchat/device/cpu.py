@@ -74,8 +74,8 @@ class CPU:
     collective = KINDS["cpu"].collective
     pin = False
     triton = False
-    records_training = False
-    narrow_cache = True
+    captures_training = False
+    fp8_kv_cache = True
 
     def __init__(self, options: DeviceOptions) -> None:
         self.chip = this_cpu()

@@ -53,11 +53,11 @@ class CUDA(Accelerator):
 
     type = "cuda"
     graph_class = "CUDAGraph"
-    records_training = True
+    captures_training = True
 
     def __init__(self, api: Any, chip: Chip, options: DeviceOptions) -> None:
         super().__init__(api, chip, options)
-        self.narrow_cache = chip.fp8
+        self.fp8_kv_cache = chip.fp8
 
     def packaged_mlp(self, *sizes: int) -> tuple[Callable[..., torch.Tensor] | None, str | None]:
         """By quack-kernels, in compiled training."""

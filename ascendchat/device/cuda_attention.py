@@ -83,7 +83,7 @@ class Flash(Sdpa):
 
         return flash(q, k, v, None, q.size(1), window, scale)
 
-    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
+    def bounds(self, lengths: Ints, rows: int, per_document: bool, upload: Callable[[Tensor], Tensor]) -> Any:
         """(room + 1,) int32 on the device: 0 and the end of each document, then documents without tokens. Each takes
         blocks of the launch and memory of the gradient, so there is room for twice as many as were ever seen, and for
         one in USUAL_LENGTH tokens, up to the next power of two: a batch with more compiles once again."""

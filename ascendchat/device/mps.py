@@ -47,7 +47,7 @@ class _MPS(CPU):
 
     type = "mps"
     collective = KINDS["mps"].collective
-    narrow_cache = False
+    fp8_kv_cache = False
 
     def __init__(self, options: DeviceOptions) -> None:
         name = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True)

@@ -46,7 +46,7 @@ class NpuFusion(Reference):
 
     name = "npu_fusion"
     slices = False  # the fused kernels want contiguous keys: a slice would be copied at every step
-    host_lengths = True
+    lengths_on_host = True
     compiles_packed = False  # its bounds are numbers on the host: each batch would be compiled anew
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
@@ -78,7 +78,7 @@ class NpuFusion(Reference):
         sparse = self._sparse(window, k.size(1), q.device)
         return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", scale=scale, **sparse)[0]
 
-    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
+    def bounds(self, lengths: Ints, rows: int, per_document: bool, upload: Callable[[Tensor], Tensor]) -> Any:
         """One entry per call: the ends of its documents, counted from its first token, and the longest of them."""
         groups = [lengths[i : i + MAX_SEQUENCES] for i in range(0, len(lengths), MAX_SEQUENCES)]
         return [(np.cumsum(group).tolist(), int(group.max())) for group in groups]

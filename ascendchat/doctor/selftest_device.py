@@ -223,7 +223,7 @@ def graph(bench: SelftestBench) -> dict[str, Any]:
         if not torch.equal(replay(new).clone(), step(new)):
             raise Wrong(f"replay {number + 1} is not what the operators give")
     kernel, _ = bench.kernel(decodes=True)
-    if not kernel.host_lengths:
+    if not kernel.lengths_on_host:
         return {}
     lengths, scale = list(LENGTHS), bench.shape.head_dim**-0.5
     q, k, v = (part.to(bench.torch_device) for part in _cache(bench))

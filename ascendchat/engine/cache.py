@@ -43,7 +43,7 @@ def kv_cache_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
     """The dtype that --kv-cache-dtype asks for; None: the model's own."""
     if asked == "auto":
         return None
-    if not device.narrow_cache:
+    if not device.fp8_kv_cache:
         raise UserError(
             f"--kv-cache-dtype fp8 is for CUDA chips from Ada and Hopper on, not {device.chip.name}; drop it"
         )

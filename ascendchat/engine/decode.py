@@ -39,7 +39,7 @@ from ascendchat.engine.sampling import (
 )
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT
-from ascendchat.nn.logprobs import Float32Readout, Readout
+from ascendchat.nn.logprobs import Float32LMHead, LMHead
 from ascendchat.nn.model import LanguageModel
 
 MIN_SPAN = 128  # keys that a step reads at least; beyond, powers of two
@@ -83,7 +83,7 @@ class Decoder:
         compiled: bool = False,
         graphs: bool = True,
         cache_dtype: torch.dtype | None = None,
-        readout: Readout | None = None,
+        readout: LMHead | None = None,
     ) -> None:
         self.model, self.kernel, self.device, self.place = model, kernel, device, place
         self.slots, self.context, self.compiled = slots, context, compiled and device.compiles
@@ -92,7 +92,7 @@ class Decoder:
         self.put_at_once = partial(to_device_at_once, place=place, pin=device.pin)
         shape = model.shape
         self.vocab, self.scale = shape.vocab, model.scale
-        self.readout = readout or Readout()
+        self.readout = readout or LMHead()
         self.cache = KVCache(
             shape, slots, context, model.dtype, place, mixes=model.mixes_neighbours, cache_dtype=cache_dtype
         )
@@ -252,13 +252,13 @@ class Decoder:
             self.steps.popitem(last=False)
         with self._standing():  # capturing runs the step several times, and rows are under way
             return self.device.graph(
-                step, updates=partial(self._updates, key.rows) if self.kernel.host_lengths else None
+                step, updates=partial(self._updates, key.rows) if self.kernel.lengths_on_host else None
             )
 
     def _choose_step(self) -> tuple[str, Callable[[_StepKey], Tensor]]:
         """Choose what a step runs, by name: "triton" for our own model on a chip with Triton, where logits are computed
         as usual; else "torch", or "compiled"."""
-        usual = type(self.readout) in (Readout, Float32Readout)
+        usual = type(self.readout) in (LMHead, Float32LMHead)
         if self.kernel.triton and isinstance(self.model, GPT) and usual:
             return "triton", self._triton_step(self.model, self.kernel)
         if not self.compiled:
@@ -332,7 +332,7 @@ class Decoder:
         its position."""
         token = torch.where(self.override[:count] >= 0, self.override[:count], self.token[:count])
         position = self.length[:count].clamp(max=self.context - 1)  # a row that is over may run once more; idle rows do
-        lengths = partial(self._lengths, count) if self.kernel.host_lengths else None
+        lengths = partial(self._lengths, count) if self.kernel.lengths_on_host else None
         attend, shift = self.cache.token_pass(self.kernel, self.scale, self.target[:count], position, span, lengths)
         hidden = self.model.extend(
             token[:, None], position[:, None], attend, shift, room=self.context, before=self.previous[:count]

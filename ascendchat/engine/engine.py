@@ -56,7 +56,7 @@ from ascendchat.engine.prefix import (
 from ascendchat.engine.request import Completion, Piece, Request, Sampling, Weights
 from ascendchat.engine.sampling import Draw, Mode, mode_of, ranked
 from ascendchat.nn.attention import Attention
-from ascendchat.nn.logprobs import Readout
+from ascendchat.nn.logprobs import LMHead
 from ascendchat.nn.model import LanguageModel
 
 # Prompt tokens that are read between two decoding steps, where the device works on its own and where it does not
@@ -103,7 +103,7 @@ class Engine:
         min_reuse: int | None = None,
         prefill_tokens: int | None = None,
         cache_dtype: torch.dtype | None = None,
-        readout: Readout | None = None,
+        readout: LMHead | None = None,
     ) -> None:
         self.tokenizer, self.device, self.context, self.version = tokenizer, device, context, version
         sizes = {"slots": slots, "context": context}

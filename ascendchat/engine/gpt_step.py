@@ -32,7 +32,7 @@ from torch import Tensor
 from ascendchat.nn import triton_decoding
 from ascendchat.nn import triton_decoding as kernels
 from ascendchat.nn.gpt import GPT, Block
-from ascendchat.nn.logprobs import Float32Readout
+from ascendchat.nn.logprobs import Float32LMHead
 from ascendchat.nn.model import NORM_EPS
 from ascendchat.nn.triton_decoding import Blocks, product
 
@@ -97,7 +97,7 @@ class TokenStep:
         """`overlaps`: the chip lets a kernel begin while the one before it runs."""
         self.model, self.shape, self.context = model, model.shape, context
         self.keys, self.values, self.raw, self.places = keys, values, raw, places
-        self.place, self.pdl, self.readout = keys[0].device, overlaps, Float32Readout(model.dtype, keys[0].device)
+        self.place, self.pdl, self.readout = keys[0].device, overlaps, Float32LMHead(model.dtype, keys[0].device)
         self.options: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
         self.width = triton.next_power_of_2(self.shape.dim)
         self.tile = max(1, TILE // self.width)

@@ -27,7 +27,7 @@ from ascendchat.models.parity import (
     tolerance,
 )
 from ascendchat.nn.attention import dense
-from ascendchat.nn.logprobs import Readout
+from ascendchat.nn.logprobs import LMHead
 from ascendchat.parallel.context import Context
 
 
@@ -51,7 +51,7 @@ def engine_for(
     *,
     compiled: bool = False,
     cache_dtype: torch.dtype | None = None,
-    readout: Readout | None = None,
+    readout: LMHead | None = None,
 ) -> Engine:
     """An engine with `slots` slots of up to `context` tokens, by default as many as in training. `cache_dtype`: the
     dtype of its KV cache, if not that of the model; `readout`: see Decoder."""

@@ -28,10 +28,10 @@ from ascendchat.eval.stages import GROUPS, score_lines, scores, stage_table, tab
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context, joined
 from ascendchat.runs.results import NewResults, run_of
-from ascendchat.tasks.base import Task
+from ascendchat.tasks.by_name import EVALUATIONS
+from ascendchat.tasks.by_name import load as load_task
 from ascendchat.tasks.humaneval import HumanEval
-from ascendchat.tasks.named import EVALUATIONS
-from ascendchat.tasks.named import load as load_task
+from ascendchat.tasks.task import Task
 from ascendchat.tasks.toy import TOY_TASKS as TOY
 
 

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ascendchat.data.chat.template import Counts, Encoder, render_prompt
+from ascendchat.data.chat.render import Counts, Encoder, render_prompt
 from ascendchat.engine.padding import padded_length, stack, to_device
 from ascendchat.engine.request import Generator, Request, Sampling, prompt_room
 from ascendchat.errors import UserError
@@ -32,8 +32,8 @@ from ascendchat.eval.scorer import batches
 from ascendchat.nn.attention import Attention, dense
 from ascendchat.nn.model import LanguageModel
 from ascendchat.parallel import collectives
-from ascendchat.tasks.base import Task
-from ascendchat.tasks.named import pass_at_k
+from ascendchat.tasks.by_name import pass_at_k
+from ascendchat.tasks.task import Task
 
 CHUNK = 1024  # prompts submitted at a time
 SHUFFLE_SEED = 1337  # decides which rows are taken when not all are: tables are sorted by subject

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascendchat.data.chat.template import Encoder
+from ascendchat.data.chat.render import Encoder
 from ascendchat.data.read import UNREADABLE, unreadable
 from ascendchat.errors import UserError
 from ascendchat.eval.scorer import Example, Pending, Scored, Scorer

@@ -9,7 +9,7 @@ from typing import Any
 from ascendchat.config.train import STAGES
 from ascendchat.runs.results import best_results, stage_results
 from ascendchat.runs.run import run_folder
-from ascendchat.tasks.named import EVALUATIONS
+from ascendchat.tasks.by_name import EVALUATIONS
 from ascendchat.tasks.toy import TOY_EXAMS
 from ascendchat.tasks.toy import TOY_TASKS as TOY
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ascendchat.models.import_transformers import library
 from ascendchat.models.shape import HFShape
-from ascendchat.nn.loss import uncapped_score
+from ascendchat.nn.loss import score_without_softcap
 from ascendchat.nn.model import Attend, Documents, LanguageModel, Shift
 
 ATTENTION = "ascendchat"  # the name of our attention in transformers
@@ -57,7 +57,7 @@ class CausalLM(LanguageModel):
     """The model; its weights have their names in transformers, so that checkpoints are exchanged unchanged."""
 
     restarts = True
-    score = staticmethod(uncapped_score)
+    score = staticmethod(score_without_softcap)
     compiles_layers = True  # where anything is compiled
 
     def __init__(self, inner: Any, seq_len: int | None = None) -> None:

@@ -27,7 +27,7 @@ from ascendchat.config.generate import ExportConfig
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.errors import UserError
-from ascendchat.files import usual_mode
+from ascendchat.files import give_default_mode
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.models.folder import EXPORTED, describe
 from ascendchat.models.hf_checkpoint import BASE, HFCheckpoint
@@ -78,7 +78,7 @@ def export(model: CausalLM, tokenizer: HFTokenizer, folder: Path, weights: Mappi
         model.inner.save_pretrained(draft, state_dict={name: tensor.detach().cpu() for name, tensor in tensors.items()})
         add_old_names(model.inner.config, draft / "config.json")  # save_pretrained has written it again
         for file in draft.glob("*.safetensors"):
-            usual_mode(file)
+            give_default_mode(file)
 
 
 def export_adapter(config_folder: Path, weights: Mapping[str, Tensor], folder: Path) -> None:

@@ -4,7 +4,7 @@
     template.render(messages)              # ids and mask
     template.pieces(messages, limit)       # for training: no piece is longer than `limit`
 
-data/chat/template.py calls it when the tokenizer has such a template; our own models have the format of that file. The
+data/chat/render.py calls it when the tokenizer has such a template; our own models have the format of that file. The
 mask comes from the template's {% generation %} blocks. A template without them is rendered before and after each turn
 of the assistant: the difference is the turn, provided that the one text begins with the other. Some templates write
 earlier turns otherwise than the last one (Qwen3 leaves out its thoughts): then each turn becomes a piece of its own,
@@ -25,8 +25,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ascendchat.data.chat.tables import THOUGHTS
-from ascendchat.data.chat.template import (
+from ascendchat.data.chat.render import (
     Counts,
     Message,
     Part,
@@ -35,8 +34,9 @@ from ascendchat.data.chat.template import (
     content_parts,
     exchanges,
     flat,
-    most_that_fit,
+    max_that_fits,
 )
+from ascendchat.data.chat.tables import THOUGHTS
 from ascendchat.data.chat.turns import TOOLS_OFFERED
 from ascendchat.data.surrogates import replace_lone_surrogates
 from ascendchat.errors import UserError
@@ -189,7 +189,7 @@ class ChatTemplate:
             "|".join(map(re.escape, sorted(self._names.values(), key=len, reverse=True))) or r"(?!)"
         )
 
-    # ---- the interface of data/chat/template.py --------------------------------------------------------------
+    # ---- the interface of data/chat/render.py --------------------------------------------------------------
 
     def prompt(self, messages: Sequence[Message], limit: int | None = None, counts: Counts | None = None) -> list[int]:
         """The tokens of a conversation up to the assistant's next answer. One that is too long loses its oldest
@@ -201,7 +201,7 @@ class ChatTemplate:
             def behind(count: int) -> list[int]:
                 return self._prompt([*system, *flat(groups[-count:])])
 
-            most = most_that_fit(len(groups) - 1, lambda count: len(behind(count)) <= limit)
+            most = max_that_fits(len(groups) - 1, lambda count: len(behind(count)) <= limit)
             ids = (behind(most) if most else self._prompt(flat(groups[-1:])))[-limit:]
         if counts is not None:
             complete = len(ids) == len(whole)
@@ -452,7 +452,7 @@ class ChatTemplate:
             def talk(count: int, first: int = first) -> list[Message]:
                 return self._plain([*system, *flat(groups[first : first + count])])
 
-            count = most_that_fit(len(groups) - first, lambda count: self._size(talk(count)) <= limit) or 1
+            count = max_that_fits(len(groups) - first, lambda count: self._size(talk(count)) <= limit) or 1
             whole = self._whole(talk(count))
             if len(whole) > 1:  # a turn may be longer here than when others follow: then it begins the next piece
                 owners = [at for at in range(count) for _ in turns_in(self._plain(groups[first + at]))]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ascendchat.checkpoint import Writer
 from ascendchat.config.generate import ImportNanochatConfig
-from ascendchat.data.tokenizer.learn import merges_of
+from ascendchat.data.tokenizer.bpe import merges_of
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.errors import UserError
 from ascendchat.nn.gpt import GPT

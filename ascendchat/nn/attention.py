@@ -121,7 +121,7 @@ def documents(
     continues_document[torch.from_numpy(starts)] = 0
     positions = torch.from_numpy(np.arange(tokens.numel()) - starts.repeat(lengths)) if restarts else None
     work = tokens.size(1) * tokens.numel() / len(lengths)  # a mask costs by the row, a call by the document
-    one_by_one = tokens.device.type == "cpu" and not compiled and work >= PER_DOCUMENT
-    bounds = kernel.bounds(lengths, len(tokens), one_by_one, upload)
+    per_document = tokens.device.type == "cpu" and not compiled and work >= PER_DOCUMENT
+    bounds = kernel.bounds(lengths, len(tokens), per_document, upload)
     within = None if positions is None else upload(positions.view(tokens.shape))
     return Documents(upload(continues_document.view(tokens.shape)), bounds, within)

@@ -1,6 +1,6 @@
 """A model whose result for a token has the same bits whatever stands beside it: `ascendchat rl --batch-invariant`.
 
-    ops, kernel, readout = InvariantOps(), InvariantAttention(), InvariantReadout(dtype, place)
+    ops, kernel, readout = InvariantOps(), InvariantAttention(), InvariantLMHead(dtype, place)
 
 The same sum in another order is another number, and libraries choose the order by the shape of what they are given: a
 decoding step of one row and a training pass of a thousand differ in the last bits. Here every sum has one order:
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ascendchat.nn.attention import Ints, Reference
 from ascendchat.nn.gpt import PlainOps
-from ascendchat.nn.logprobs import Float32Readout
+from ascendchat.nn.logprobs import Float32LMHead
 
 TILE = 32  # rows of a product
 BLOCK = 64  # keys of a block
@@ -78,7 +78,7 @@ class InvariantOps(PlainOps):
         return in_pieces(torch.sigmoid, self.linear(x, weight))
 
 
-class InvariantReadout(Float32Readout):
+class InvariantLMHead(Float32LMHead):
     """Logits and their normaliser, summed in a fixed order."""
 
     def product(self, hidden: Tensor, head: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class InvariantAttention(Reference):
             parts.append(self._attend_exactly(q[:, start:stop], k[:, :stop], v[:, :stop], ends, window, scale))
         return torch.cat(parts, dim=1)
 
-    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> _Bounds:
+    def bounds(self, lengths: Ints, rows: int, per_document: bool, upload: Callable[[Tensor], Tensor]) -> _Bounds:
         positions = np.concatenate([np.arange(length) for length in lengths]).reshape(rows, -1)
         return _Bounds(tuple(lengths.tolist()), upload(torch.from_numpy(positions)))
 

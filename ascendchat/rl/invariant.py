@@ -1,6 +1,6 @@
 """`ascendchat rl --batch-invariant`: a TrainModel whose log-probabilities have the very bits that the engine reported.
 
-learner = batch_invariant(build(config, shape, here))       # in command.py; nn/invariant.py says how
+train_model = batch_invariant(build(config, shape, here))       # in command.py; nn/invariant.py says how
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class InvariantTrainModel(TrainModel):
         return hidden
 
 
-def batch_invariant(learner: TrainModel) -> InvariantTrainModel:
+def batch_invariant(train_model: TrainModel) -> InvariantTrainModel:
     """Give the model operators whose sums do not depend on the batch."""
-    kernel, model, device = InvariantAttention(), learner.model, learner.device
+    kernel, model, device = InvariantAttention(), train_model.model, train_model.device
     reason = kernel.refusal(device.type, device.dtype, model.shape.head_dim)
     if not isinstance(model, GPT):
         reason = "it is for models of our own"
@@ -36,8 +36,8 @@ def batch_invariant(learner: TrainModel) -> InvariantTrainModel:
         reason = "a compiler would change the order of sums"
     if reason:
         raise UserError(f"--batch-invariant: {reason}; leave it out, or add --device-type cpu --no-compile")
-    if not learner.by_document:
+    if not train_model.by_document:
         raise UserError("--batch-invariant needs --attend document: an answer is written without others before it")
     for part in (model, *model.blocks):
         part.ops = InvariantOps()  # type: ignore[assignment]
-    return InvariantTrainModel(model, kernel, device, learner.place, by_document=True)
+    return InvariantTrainModel(model, kernel, device, train_model.place, by_document=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.data.chat.formats import PROMPT, REPLY, parse_choice
+from ascendchat.data.chat.render import LETTERS, Conversation, render_choice, text_of
 from ascendchat.data.chat.tables import TABLE_TYPES, TableRow, read_rows
-from ascendchat.data.chat.template import LETTERS, Conversation, render_choice, text_of
 from ascendchat.data.chat.turns import ABOUT, cell_messages, history, parse_turns, validated, with_system
 from ascendchat.data.chat.turns import question_of as about
 from ascendchat.data.mixture import is_held_out
@@ -28,9 +28,9 @@ from ascendchat.data.read import format_of
 from ascendchat.data.surrogates import LONE_SURROGATE, has_lone_surrogate
 from ascendchat.errors import UserError
 from ascendchat.rl import rewards
-from ascendchat.tasks.base import Task
+from ascendchat.tasks.by_name import load
 from ascendchat.tasks.humaneval import ASK
-from ascendchat.tasks.named import load
+from ascendchat.tasks.task import Task
 
 OWN = "prompt", "completion", "messages"  # columns that reach a reward by other arguments
 VALIDATION = 0.02  # share of the rows kept for evaluation

@@ -22,16 +22,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ascendchat.data import toyworld
-from ascendchat.data.chat.template import text_of
+from ascendchat.data.chat.render import text_of
 from ascendchat.data.mixture import parse_entry
 from ascendchat.errors import UserError, nearest
 from ascendchat.sandbox.pool import WORKERS, Failure, Pool
 from ascendchat.sandbox.process import checked, run
-from ascendchat.tasks.base import Task
 from ascendchat.tasks.gsm8k import FINAL, as_number, final_number
 from ascendchat.tasks.gsm8k import NUMBER as ONE_NUMBER
 from ascendchat.tasks.humaneval import CODE_BLOCK, judged, program
 from ascendchat.tasks.multiple_choice import is_letter
+from ascendchat.tasks.task import Task
 
 # The built-in terms of a reward, for `ascendchat rl --reward gsm8k=1,format=0.1,length=-0.001`: plain functions.
 #

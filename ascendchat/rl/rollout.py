@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ascendchat.data.chat.render import Counts, render_prompt
 from ascendchat.data.chat.rows import best_fit
-from ascendchat.data.chat.template import Counts, render_prompt
 from ascendchat.data.corpus import shuffled
 from ascendchat.data.mixture import locate, parse_mixture, shares
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
@@ -30,8 +30,8 @@ from ascendchat.nn import IGNORE
 from ascendchat.rl.grpo import length_penalty
 from ascendchat.rl.questions import load_questions
 from ascendchat.rl.rewards import Judge, Judgement, JudgeRequest
-from ascendchat.tasks.base import Task
-from ascendchat.tasks.named import pass_at_k
+from ascendchat.tasks.by_name import pass_at_k
+from ascendchat.tasks.task import Task
 
 RESAMPLED = 1 << 40  # number of the first question that is asked in place of another
 

@@ -20,7 +20,7 @@ import torch
 
 from ascendchat.checkpoint import host_copy
 from ascendchat.engine.request import Weights
-from ascendchat.errors import UserError, of_rank
+from ascendchat.errors import UserError, rank_error
 from ascendchat.parallel import collectives
 from ascendchat.rl.rollout import Rollout
 from ascendchat.rl.schedule import PromptSlot, RolloutSchedule
@@ -91,7 +91,7 @@ class SyncRolloutSource:
                 self._load(weights, version)
             except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks wait)
                 own = error
-        if problem := collectives.broadcast_object(own and of_rank(own, 0)):
+        if problem := collectives.broadcast_object(own and rank_error(own, 0)):
             raise own or problem
         if collectives.world().rank:
             self.rollout.generator.renew(version)

@@ -30,11 +30,11 @@ from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.padding import to_device
 from ascendchat.engine.request import Completion
-from ascendchat.errors import UserError, of_rank
+from ascendchat.errors import UserError, rank_error
 from ascendchat.eval.chat_tasks import GeneratorChooser, TaskEvaluator, evaluate_task
 from ascendchat.models.open import ModelSource
 from ascendchat.nn import IGNORE
-from ascendchat.nn.logprobs import Drawn, head_logprobs, head_objective
+from ascendchat.nn.logprobs import SamplingDistribution, head_logprobs, head_objective
 from ascendchat.parallel import collectives
 from ascendchat.rl.buffer import UpdateShare, dealt, from_tensors, to_tensors
 from ascendchat.rl.grpo import (
@@ -54,7 +54,7 @@ from ascendchat.rl.transcript import BatchSums, batch_metrics, batch_sums, own_t
 from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.schedule import Curve
-from ascendchat.tasks.base import Task
+from ascendchat.tasks.task import Task
 from ascendchat.train.model import TrainModel, optimizer_for
 from ascendchat.train.rows import curve, learning_rates
 from ascendchat.train.stage import Correction, Loss, Stage
@@ -81,18 +81,18 @@ class RlStage(Stage):
         folder: Path,
     ) -> None:
         self.policy_loss, self.split, self.steps = policy_loss, split, steps
-        self.learner = learner = policy_loss.learner
+        self.train_model = train_model = policy_loss.train_model
         self.engine, self.source, self.rollout, self.exam = engine, source, source.rollout, exam
         self.tokenizer, self.config, self.origin, self.folder = tokenizer, config, origin, folder
-        self.model, self.method = learner.model, policy_loss.method
+        self.model, self.method = train_model.model, policy_loss.method
         self.curve = curve(config, steps, Curve(warmup=min(20, steps // 10), warmdown=1.0, final=0.0))
-        shape = learner.model.shape
+        shape = train_model.model.shape
         self.flops_per_token = float(shape.train_flops_per_token)
         self.tokens_per_step = config.prompts_per_step * config.samples  # until the first batch is counted
         self.learning_rates = learning_rates(config, shape, split.total)
-        self.optimizer = optimizer_for(learner, self.learning_rates)
+        self.optimizer = optimizer_for(train_model, self.learning_rates)
         self.answers, self.longest = config.prompts_per_step * config.samples, config.max_new_tokens  # of a batch
-        learner.mean_over(self.answers * self.longest // collectives.world().size)  # as `token_weight` weighs them
+        train_model.mean_over(self.answers * self.longest // collectives.world().size)  # as `token_weight` weighs them
         self._metrics: dict[str, float] = {}  # of the last batch, logged with the first of its steps
         self._shares: dict[int, UpdateShare] = {}  # rows of the updates of this batch that are still to come
         self._complained = False  # printed that transcripts cannot be written
@@ -174,18 +174,18 @@ class RlStage(Stage):
             if not self._in_step:  # the dry run, which looks for what fits
                 raise
             self._problem = problem
-            return Loss(torch.zeros((), device=self.learner.place))
+            return Loss(torch.zeros((), device=self.train_model.place))
 
     def correction(self, step: int) -> Correction:
         """The factor that `token_weight` left out. All ranks meet here: an error of one ends the run on all."""
         own = self._own_sums(step) if step % self.config.updates == 0 else None
         self._in_step = False
         sums = *self._size, self._problem is not None
-        total = torch.tensor([float(number) for number in sums], device=self.learner.place)
+        total = torch.tensor([float(number) for number in sums], device=self.train_model.place)
         collectives.all_reduce(total, "sum")
         tokens, answers, problems = total.tolist()
         if problems:
-            every = collectives.gather_objects(self._problem and of_rank(self._problem, collectives.world().rank))
+            every = collectives.gather_objects(self._problem and rank_error(self._problem, collectives.world().rank))
             raise self._problem or next(filter(None, every))
         self._metrics = self._reduced(own) if own else {}
         return Correction(
@@ -231,10 +231,10 @@ class RlStage(Stage):
 
     def cut(self, rows: TokenRows) -> list[TokenRows]:
         """Split rows into micro-batches."""
-        return rows.cut(self.split.rows, self.pad, fill=self.learner.device.compiles)
+        return rows.cut(self.split.rows, self.pad, fill=self.train_model.device.compiles)
 
     def upload(self, rows: TokenRows) -> PolicyBatch:
-        put = partial(to_device, place=self.learner.place, pin=self.learner.device.pin)
+        put = partial(to_device, place=self.train_model.place, pin=self.train_model.device.pin)
         inputs, targets = put(rows.inputs), put(rows.targets)
         columns = rows.advantage, rows.behaviour, rows.weight, rows.proximal
         advantage, behaviour, weight, proximal = (put(column, dtype=torch.float32) for column in columns)
@@ -278,7 +278,7 @@ class RlStage(Stage):
 
     def _reduced(self, own: BatchSums) -> dict[str, float]:
         """The metrics of a batch over all ranks."""
-        device = self.learner.place
+        device = self.train_model.place
         metrics = batch_metrics(own, device)
         tokens = metrics["answer_tokens"] * metrics.pop("answers")
         self.tokens_per_step = int(tokens / self.config.updates)
@@ -356,7 +356,7 @@ def groups_of(slots: Sequence[PromptSlot]) -> list[AnswerGroup]:
 
 # The policy loss of a micro-batch and its metrics: nn/logprobs.py and grpo.py put together.
 #
-#     policy_loss = PolicyLoss(learner, method, drawn, reference)      # built by command.py
+#     policy_loss = PolicyLoss(train_model, method, drawn, reference)      # built by command.py
 #     loss = policy_loss(batch, tokens).backward()                     # RlStage.forward_backward
 #     batch = replace(batch, proximal=policy_loss.logprobs(batch))     # before the first of several updates on a batch
 #
@@ -390,34 +390,40 @@ class PolicyLoss:
 
     def __init__(
         self,
-        learner: TrainModel,
+        train_model: TrainModel,
         method: Method,
-        drawn: Drawn,
+        drawn: SamplingDistribution,
         reference: TrainModel | None = None,
         *,
         exact: bool = False,
     ) -> None:
-        self.learner, self.method, self.drawn, self.reference, self.exact = learner, method, drawn, reference, exact
+        self.train_model, self.method, self.drawn, self.reference, self.exact = (
+            train_model,
+            method,
+            drawn,
+            reference,
+            exact,
+        )
         self.objective = method.objective()
-        self._largest = torch.zeros((), device=learner.place)
+        self._largest = torch.zeros((), device=train_model.place)
 
     @torch.no_grad()
     def logprobs(self, batch: PolicyBatch) -> Tensor:
         """Log-probabilities (B, T) of the targets by the weights now, 0 without a target: on a CPU the same bits
         as in the loss. Logits exist chunk by chunk."""
-        return self._logprobs(self.learner, batch)
+        return self._logprobs(self.train_model, batch)
 
-    def _logprobs(self, learner: TrainModel, batch: PolicyBatch) -> Tensor:
-        return head_logprobs(self._hidden(learner, batch), learner.model.head, batch.targets, self.drawn)
+    def _logprobs(self, train_model: TrainModel, batch: PolicyBatch) -> Tensor:
+        return head_logprobs(self._hidden(train_model, batch), train_model.model.head, batch.targets, self.drawn)
 
-    def _hidden(self, learner: TrainModel, batch: PolicyBatch) -> Tensor:
-        return learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
+    def _hidden(self, train_model: TrainModel, batch: PolicyBatch) -> Tensor:
+        return train_model.hidden(batch.inputs, train_model.documents(batch.inputs, batch.lengths))
 
     def __call__(self, batch: PolicyBatch, tokens: int, scale: float = 1.0) -> Loss:
         """The loss of this rank's tokens, times the number of ranks, since the loop takes the mean over them. `tokens`:
         the number that metrics are divided by."""
-        learner, scored = self.learner, batch.targets != IGNORE
-        hidden = self._hidden(learner, batch)
+        train_model, scored = self.train_model, batch.targets != IGNORE
+        hidden = self._hidden(train_model, batch)
         unknown = torch.full_like(batch.weight, torch.nan)
         proximal = unknown if batch.proximal is None else batch.proximal
         anchor = self._anchor(hidden, proximal, batch) if batch.proximal is not None else proximal
@@ -425,9 +431,9 @@ class PolicyLoss:
         if self.reference is not None:
             with torch.no_grad():
                 columns.append(self._logprobs(self.reference, batch))
-        weight = torch.full((), collectives.world().size * scale, device=learner.place)
+        weight = torch.full((), collectives.world().size * scale, device=train_model.place)
         loss, logprobs, entropy = head_objective(
-            hidden, learner.model.head, batch.targets, self.drawn, self.objective, columns, weight=weight
+            hidden, train_model.model.head, batch.targets, self.drawn, self.objective, columns, weight=weight
         )
         share = torch.where(scored, collectives.world().size / tokens, 0.0)
         metrics = {"entropy": entropy, **self._compared(logprobs, *columns)}
@@ -444,7 +450,7 @@ class PolicyLoss:
         """The log-probability that the ratio of each token is measured from, (B, T)."""
         if self.method.level == "token":
             return proximal
-        now = head_logprobs(hidden.detach(), self.learner.model.head, batch.targets, self.drawn)
+        now = head_logprobs(hidden.detach(), self.train_model.model.head, batch.targets, self.drawn)
         owner = torch.from_numpy(np.arange(len(batch.lengths)).repeat(batch.lengths)).to(proximal.device)
         scored = (batch.targets != IGNORE).flatten()
         anchor = sequence_anchor(now.flatten(), proximal.flatten(), owner, scored, len(batch.lengths))

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 from ascendchat.sandbox import seccomp
 
-__all__ = ["LAYERS", "Result", "capabilities", "run"]
+__all__ = ["LAYERS", "ProgramResult", "capabilities", "run"]
 
 LAYERS = ("namespaces", "landlock", "seccomp", "user")
 INSIDE = Path(__file__).with_name("inside.py")
@@ -92,7 +92,7 @@ except (OSError, MemoryError):
 
 
 @dataclass(frozen=True)
-class Result:
+class ProgramResult:
     """The end of a program: verdict, reason, output and times."""
 
     ok: bool  # it reached its last line
@@ -116,7 +116,7 @@ def run(
     stdin: str = "",
     files: Mapping[str, str] | None = None,
     layers: Sequence[str] | None = None,
-) -> Result:
+) -> ProgramResult:
     """Run a program and wait for its end. `first` runs before it and with the same names, but not as __main__, and may
     exit: an answer before its tests. `files` are put into its folder before it starts. `layers`: by default all
     that this machine has. Safe to call from many threads."""
@@ -193,7 +193,7 @@ def _execute(order: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def _judge(report: dict[str, Any]) -> Result:
+def _judge(report: dict[str, Any]) -> ProgramResult:
     """Turn the watcher's report into a verdict."""
     stdout, stderr = report.get("stdout", ""), report.get("stderr", "")
     lines = stderr.strip().splitlines()
@@ -217,7 +217,7 @@ def _judge(report: dict[str, Any]) -> Result:
         reason, detail = "error", last
     else:
         reason, detail = ("error", last) if "Error" in last else ("exit", f"exit code {os.WEXITSTATUS(status)}")
-    return Result(
+    return ProgramResult(
         not reason, stdout, stderr, reason, detail, float(report.get("seconds", 0.0)), float(report.get("cpu", 0.0))
     )
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.data.chat import template
+from ascendchat.data.chat import render
 from ascendchat.data.tokenizer.storage import OWN
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.grammar import MAX_CHARACTERS, too_long, unusable
@@ -420,15 +420,15 @@ def rendered(
         text = f"{first['content']}\n{words}" if first and first["content"] else words
         talk = [{"role": "system", "content": text}, *(talk[1:] if first else talk)]
     if not opened:
-        return template.render(tokenizer, talk).ids
-    ids = template.render_prompt(tokenizer, talk)
+        return render.render(tokenizer, talk).ids
+    ids = render.render_prompt(tokenizer, talk)
     goes_on = model.tokenizer.calls_tools and isinstance(messages[-1], ToolMessage)
     return ids[:-2] if goes_on else ids  # <|assistant_end|> <|assistant_start|>
 
 
-def conversation(messages: Sequence[Message]) -> template.Conversation:
-    """Bring messages into the form of data/chat/template.py: a result stands behind its call."""
-    talk: template.Conversation = []
+def conversation(messages: Sequence[Message]) -> render.Conversation:
+    """Bring messages into the form of data/chat/render.py: a result stands behind its call."""
+    talk: render.Conversation = []
     places: dict[str, dict[str, str]] = {}  # the part of each call by its id
     for at, message in enumerate(messages):
         if isinstance(message, AssistantMessage):

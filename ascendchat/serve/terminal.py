@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ascendchat.config.generate import ChatConfig
-from ascendchat.data.chat.template import Conversation, parse_content, render_prompt
+from ascendchat.data.chat.render import Conversation, parse_content, render_prompt
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for, open_for_generation

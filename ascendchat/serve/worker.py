@@ -31,7 +31,7 @@ from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.engine.request import Weights
 from ascendchat.errors import UserError
 from ascendchat.models.open import ModelSource
-from ascendchat.nn.logprobs import Float32Readout
+from ascendchat.nn.logprobs import Float32LMHead
 from ascendchat.parallel.context import Context
 from ascendchat.parallel.world import World
 from ascendchat.remote.weights import checksum
@@ -90,7 +90,7 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
         here.say(f"--context {config.context}: the model was trained on {trained} tokens; beyond, answers get worse")
     cache_dtype = kv_cache_dtype(config.kv_cache_dtype, device)
     # a trainer compares log-probabilities: it computes the head in float32 too
-    readout = Float32Readout(device.dtype, here.place) if config.weight_updates else None
+    readout = Float32LMHead(device.dtype, here.place) if config.weight_updates else None
     engine = engine_for(
         opened, slots, config.context, compiled=config.compile, cache_dtype=cache_dtype, readout=readout
     )

@@ -1,6 +1,6 @@
 """Tasks: questions with answers, to train on and to evaluate with.
 
-    from ascendchat.tasks.named import load
+    from ascendchat.tasks.by_name import load
     load("mmlu"), load("gsm8k", "train"), load("smoltalk", "train"), load("my.jsonl", "train"), load("toy_fact_zh")
 
 base.py defines a task, named.py lists those with a name. Nothing is imported here: the processes of reward functions

@@ -16,15 +16,15 @@ from pathlib import Path
 from ascendchat.data import toyworld
 from ascendchat.data.chat.dataset_info import ListedDataset, find_listed
 from ascendchat.data.chat.formats import conversations
+from ascendchat.data.chat.render import Conversation
 from ascendchat.data.chat.tables import TABLE_TYPES, RowBudget
-from ascendchat.data.chat.template import Conversation
 from ascendchat.data.fetch import SETS, fetch
 from ascendchat.data.fetch.sources import ALIASES
 from ascendchat.data.read import JSON_LINES, format_of, row_files
 from ascendchat.errors import UserError
 from ascendchat.runs.console import inert
-from ascendchat.tasks.base import Task
 from ascendchat.tasks.eval_files import SPLIT
+from ascendchat.tasks.task import Task
 
 # Types to read in a folder; arrow, csv and txt files only where none of these is there: they may be copies, or notes.
 PREFERRED_TYPES = (".parquet", *JSON_LINES, ".json", ".tsv")

@@ -9,11 +9,11 @@ import re
 from decimal import Decimal
 
 from ascendchat.data.chat.formats import calculations
+from ascendchat.data.chat.render import Conversation
 from ascendchat.data.chat.tables import TableRow
-from ascendchat.data.chat.template import Conversation
 from ascendchat.errors import UserError
-from ascendchat.tasks.base import Task
 from ascendchat.tasks.eval_files import SPLIT, set_rows
+from ascendchat.tasks.task import Task
 
 SIGN = r"[-+\u2212]"  # \u2212: a minus sign
 POWER = r"[eE][-+]?\d"

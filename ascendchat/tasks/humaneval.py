@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import Any
 
 from ascendchat import sandbox
+from ascendchat.data.chat.render import Conversation
 from ascendchat.data.chat.tables import TableRow
-from ascendchat.data.chat.template import Conversation
 from ascendchat.errors import UserError
-from ascendchat.tasks.base import Task
 from ascendchat.tasks.eval_files import set_rows
+from ascendchat.tasks.task import Task
 
 # fence (``` or ~~~), info, code; none of its parts can be divided in two ways, so it takes linear time
 CODE_BLOCK = re.compile(r"^[^`\n]*?(`|(?<!~)~)\1\1+([^`~\n]*)\n(.*?)(?:\1{3,}|\Z)", re.DOTALL | re.MULTILINE)
@@ -84,7 +84,7 @@ def _is_call(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
-def judged(answer: str, tests: str) -> sandbox.Result:
+def judged(answer: str, tests: str) -> sandbox.ProgramResult:
     """Run answer and tests in the sandbox, within the time and memory of a small function. Code under
     `if __name__ == "__main__"` does not run, and where the answer exits its tests run all the same."""
     return sandbox.run(tests, first=answer, seconds=SECONDS, memory=MEMORY)

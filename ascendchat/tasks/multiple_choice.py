@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ascendchat.data.chat.formats import parse_choice
+from ascendchat.data.chat.render import LETTERS, Conversation, render_choice
 from ascendchat.data.chat.tables import TableRow
-from ascendchat.data.chat.template import LETTERS, Conversation, render_choice
 from ascendchat.errors import UserError
-from ascendchat.tasks.base import Task
 from ascendchat.tasks.eval_files import SPLIT, set_rows
+from ascendchat.tasks.task import Task
 
 ANSWER_WITH = {"en": None, "zh": "只回答一个字母：{letters}。"}  # the closing line; None: as render_choice says it
 

@@ -10,10 +10,10 @@ from functools import lru_cache
 from typing import Any
 
 from ascendchat.data import toyworld
-from ascendchat.data.chat.template import Conversation
+from ascendchat.data.chat.render import Conversation
 from ascendchat.errors import UserError
-from ascendchat.tasks.base import Task
 from ascendchat.tasks.dialog import ConversationStore
+from ascendchat.tasks.task import Task
 
 TOY_EXAMS = tuple(f"toy_{topic}_{language}" for topic in toyworld.TOPICS for language in toyworld.LANGUAGES)
 TOY_TASKS = (*TOY_EXAMS, "toy_problems")  # all evaluations

@@ -1,7 +1,7 @@
 """The length of a run of `base`: tokens, steps and batch by the flags, or by the clock (--minutes), which chooses depth
 and rows too.
 
-    split, steps = plan_run(config, learner, corpora, saved, say)
+    split, steps = plan_run(config, train_model, corpora, saved, say)
 
 With --minutes the speed is measured on the text, and text that would be read too often ends the run sooner.
 """
@@ -19,7 +19,7 @@ from ascendchat.chips import KINDS, Chip
 from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.loader import MicroBatch
-from ascendchat.data.mixture import Batches
+from ascendchat.data.mixture import MixtureLoader
 from ascendchat.errors import UserError
 from ascendchat.parallel import collectives
 from ascendchat.sizes.batch import MIN_STEPS, Split, batch_for, default_token_budget, optimizer_tokens
@@ -61,11 +61,11 @@ def token_budget(config: BaseConfig, shape: Shape) -> int:
     return config.tokens or default_token_budget(shape, config.target_param_data_ratio)
 
 
-def steps_of(config: BaseConfig, shape: Shape, learner: TrainModel, tokens: int, total: int) -> tuple[Split, int]:
+def steps_of(config: BaseConfig, shape: Shape, train_model: TrainModel, tokens: int, total: int) -> tuple[Split, int]:
     """Split `total` tokens a step, or the batch of the flags, over the devices; also the steps over `tokens`."""
     flag = total_flag(config.total_batch_size)
     total = config.total_batch_size or total
-    split = share_out(config, shape, learner.device, total, flag=flag, packaged=learner.packaged)
+    split = share_out(config, shape, train_model.device, total, flag=flag, packaged=train_model.packaged)
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 
@@ -146,57 +146,57 @@ def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, in
     return int(agreed[0].item()), int(agreed[1].item())
 
 
-def first_batch(learner: TrainModel, split: Split, corpora: Corpora, seed: int) -> MicroBatch:
+def first_batch(train_model: TrainModel, split: Split, corpora: Corpora, seed: int) -> MicroBatch:
     """This rank's first micro-batch of the text."""
     rows, rank, world = split.rows, collectives.world().rank, collectives.world().size
     sources = [(TextRows(corpus, split.seq_len, seed), weight) for corpus, weight in corpora]
-    batch = Batches(sources, rows * world).batch(0, rank * rows, (rank + 1) * rows)
-    inputs, targets = (torch.from_numpy(array).to(learner.place) for array in (batch.inputs, batch.targets))
+    batch = MixtureLoader(sources, rows * world).batch(0, rank * rows, (rank + 1) * rows)
+    inputs, targets = (torch.from_numpy(array).to(train_model.place) for array in (batch.inputs, batch.targets))
     return MicroBatch(inputs, targets, batch.lengths, split.total)
 
 
-def measured_speed(learner: TrainModel, batch: MicroBatch) -> float:
+def measured_speed(train_model: TrainModel, batch: MicroBatch) -> float:
     """Tokens a second of this rank, over one micro-batch again and again."""
     tokens = batch.inputs.numel()
-    weight = torch.tensor(1.0 / tokens, device=learner.place)
-    learner.mean_over(tokens)
+    weight = torch.tensor(1.0 / tokens, device=train_model.place)
+    train_model.mean_over(tokens)
     started, done = 0.0, 0
-    with learner.forgetting_gradients():
+    with train_model.forgetting_gradients():
         while not started or time.perf_counter() - started < SPEED_SECONDS:
-            learner.forward_backward(batch, weight, weight)
-            learner.device.synchronize()
+            train_model.forward_backward(batch, weight, weight)
+            train_model.device.synchronize()
             done = done + tokens if started else 0  # the first one compiles
             started = started or time.perf_counter()
         return done / (time.perf_counter() - started)
 
 
 def measured_token_budget(
-    config: BaseConfig, learner: TrainModel, corpora: Corpora, split: Split, say: Callable[[str], None]
+    config: BaseConfig, train_model: TrainModel, corpora: Corpora, split: Split, say: Callable[[str], None]
 ) -> int:
     """Tokens that fit in --minutes, alike on all ranks: from the speed with the rows of `split`, or as many as fit."""
     splits, speeds = [split], [0.0]
 
     def trial() -> None:
-        speeds.append(measured_speed(learner, first_batch(learner, splits[-1], corpora, config.seed)))
+        speeds.append(measured_speed(train_model, first_batch(train_model, splits[-1], corpora, config.seed)))
 
     def smaller() -> bool:
         less = splits[-1].smaller()
         splits.append(less or split)
         return less is not None
 
-    until_it_fits(trial, smaller, learner.model.zero_grad, learner.model, learner.device, say)
+    until_it_fits(trial, smaller, train_model.model.zero_grad, train_model.model, train_model.device, say)
     pace = torch.tensor(speeds[-1], device=collectives.place())
     collectives.all_reduce(pace, "min")  # a step waits for the slowest
     return max(1, int(pace.item() * collectives.world().size * (config.minutes or 0.0) * 60 * KEPT_SPEED))
 
 
 def plan_run(
-    config: BaseConfig, learner: TrainModel, corpora: Corpora, saved: Checkpoint | None, say: Callable[[str], None]
+    config: BaseConfig, train_model: TrainModel, corpora: Corpora, saved: Checkpoint | None, say: Callable[[str], None]
 ) -> tuple[Split, int]:
     """Batch and steps: from the flags, or from the speed that was measured for --minutes."""
-    shape, device = learner.model.shape, learner.device
+    shape, device = train_model.model.shape, train_model.device
     tokens = token_budget(config, shape)
-    split, steps = steps_of(config, shape, learner, tokens, batch_for(tokens, shape.seq_len))
+    split, steps = steps_of(config, shape, train_model, tokens, batch_for(tokens, shape.seq_len))
     if config.minutes is None:
         return split, steps
     total_batch = split.total if config.total_batch_size or config.gradient_accumulation_steps else None
@@ -207,8 +207,8 @@ def plan_run(
         arguments = corpora, shape.seq_len, optimizer_tokens(shape), total_batch
         if total_batch is None:
             tokens, total = timed(expected_token_budget(config, shape, device.chip), *arguments)
-            split, _ = steps_of(config, shape, learner, tokens, total)  # likely that of the run: compiled only once
-        tokens, total = timed(measured_token_budget(config, learner, corpora, split, say), *arguments)
+            split, _ = steps_of(config, shape, train_model, tokens, total)  # likely that of the run: compiled only once
+        tokens, total = timed(measured_token_budget(config, train_model, corpora, split, say), *arguments)
     if total_batch is None:
-        return steps_of(config, shape, learner, tokens, total)
+        return steps_of(config, shape, train_model, tokens, total)
     return split, config.num_iterations or max(1, round(tokens / total_batch))

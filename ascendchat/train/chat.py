@@ -1,7 +1,7 @@
 """Mid-training and SFT: `ascendchat mid --run demo`, `ascendchat sft --run demo`. Conversations, loss on the replies.
 
 Both start from the last checkpoint of an earlier stage and are Stages of the one loop; they differ in their defaults.
-tasks/mixture.py says what --data may hold.
+tasks/chat_mixture.py says what --data may hold.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config.train import ChatTrainConfig, MidConfig, SftConfig, StageName
 from ascendchat.data.chat.dataset_info import listed_data
 from ascendchat.data.chat.preview import colours, preview_mixture
-from ascendchat.data.chat.template import render_prompt
-from ascendchat.data.mixture import Batches, absolute
+from ascendchat.data.chat.render import render_prompt
+from ascendchat.data.mixture import MixtureLoader, absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.request import Sampling, prompt_room
 from ascendchat.models.open import ModelSource
@@ -27,9 +27,9 @@ from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split, batch_for
 from ascendchat.sizes.schedule import Curve
 from ascendchat.sizes.shape import Shape
-from ascendchat.tasks.mixture import ChatMixture, default_data, open_chat_mixture
-from ascendchat.tasks.named import knows
-from ascendchat.tasks.overlap import report_overlaps
+from ascendchat.tasks.by_name import knows
+from ascendchat.tasks.chat_mixture import ChatMixture, default_data, open_chat_mixture
+from ascendchat.tasks.contamination import report_overlaps
 from ascendchat.train.evaluation import SAMPLE_TOKENS, Evaluation, continue_prompts, reply_loss, text_bits
 from ascendchat.train.model import TrainModel, build, optimizer_for
 from ascendchat.train.rows import (
@@ -53,7 +53,7 @@ QUESTIONS = ("Who are you?", "What is 17 + 25?", "你是谁？")
 
 def chat_stage(
     name: str,
-    learner: TrainModel,
+    train_model: TrainModel,
     split: Split,
     steps: int,
     mixture: ChatMixture,
@@ -63,28 +63,28 @@ def chat_stage(
 ) -> RowStage:
     """Put together the stage of cross-entropy on the assistant's tokens of packed conversations."""
     usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN.get(name, 1.0), final=0.0)
-    lrs, lr_curve = learning_rates(config, learner.model.shape, split.total), curve(config, steps, usual)
+    lrs, lr_curve = learning_rates(config, train_model.model.shape, split.total), curve(config, steps, usual)
 
     def rates(step: int) -> dict[str, float]:
         momentum = schedule.momentum(step, steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=lr_curve.warmdown)
         return {**pretraining_rates(step, steps=steps, curve=lr_curve), "momentum": momentum}
 
     return RowStage(
-        learner,
+        train_model,
         split,
         steps,
-        batches=partial(Batches, mixture.sources),
-        optimizer=optimizer_for(learner, lrs),
+        batches=partial(MixtureLoader, mixture.sources),
+        optimizer=optimizer_for(train_model, lrs),
         rates=rates,
-        identity=chat_identity(name, learner, split, steps, mixture, tokenizer, config, origin),
-        facts=row_facts(learner, split, lrs, lr_curve),
-        evaluation=chat_evaluation(learner, tokenizer, mixture),
+        identity=chat_identity(name, train_model, split, steps, mixture, tokenizer, config, origin),
+        facts=row_facts(train_model, split, lrs, lr_curve),
+        evaluation=chat_evaluation(train_model, tokenizer, mixture),
     )
 
 
 def chat_identity(
     name: str,
-    learner: TrainModel,
+    train_model: TrainModel,
     split: Split,
     steps: int,
     mixture: ChatMixture,
@@ -94,26 +94,26 @@ def chat_identity(
 ) -> dict[str, Any]:
     """Stage.identity of training on conversations."""
     start = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
-    rows = row_identity(learner, tokenizer, split, steps, config.seed)
+    rows = row_identity(train_model, tokenizer, split, steps, config.seed)
     return {"stage": name, **rows, "data": mixture.facts, "start": start}
 
 
-def chat_evaluation(learner: TrainModel, tokenizer: Tokenizer, mixture: ChatMixture) -> Evaluation:
+def chat_evaluation(train_model: TrainModel, tokenizer: Tokenizer, mixture: ChatMixture) -> Evaluation:
     """Validate by the loss of held-out replies, and by bits per byte of the texts that have a validation split."""
 
     def evaluate(rows: int) -> dict[str, float]:
-        replies = reply_loss(learner, mixture.validation, rows)
-        return {**replies, **text_bits(learner, tokenizer, mixture.texts, TEXT_TOKENS, rows)}
+        replies = reply_loss(train_model, mixture.validation, rows)
+        return {**replies, **text_bits(train_model, tokenizer, mixture.texts, TEXT_TOKENS, rows)}
 
-    return Evaluation(evaluate, sample=partial(samples, learner, tokenizer))
+    return Evaluation(evaluate, sample=partial(samples, train_model, tokenizer))
 
 
-def samples(learner: TrainModel, tokenizer: Tokenizer) -> list[str]:
+def samples(train_model: TrainModel, tokenizer: Tokenizer) -> list[str]:
     """Greedy answers to QUESTIONS."""
-    room = prompt_room(learner.model.shape.seq_len, SAMPLE_TOKENS)
+    room = prompt_room(train_model.model.shape.seq_len, SAMPLE_TOKENS)
     prompts = [render_prompt(tokenizer, [{"role": "user", "content": question}], room) for question in QUESTIONS]
     sampling = Sampling(max_tokens=SAMPLE_TOKENS, temperature=0.0)
-    texts = continue_prompts(learner, tokenizer, prompts, sampling)
+    texts = continue_prompts(train_model, tokenizer, prompts, sampling)
     return [f"{question} | {text}" for question, text in zip(QUESTIONS, texts)]
 
 
@@ -123,13 +123,13 @@ def begin_from(origin: Checkpoint, optimizer: Optimizer, warm: bool) -> None:
     optimizer.load(read if warm else only_weights(read), updates_of(origin) if warm else 0)
 
 
-def batch_and_steps(config: ChatTrainConfig, shape: Shape, learner: TrainModel, rows: int) -> tuple[Split, int]:
+def batch_and_steps(config: ChatTrainConfig, shape: Shape, train_model: TrainModel, rows: int) -> tuple[Split, int]:
     """Batch, and steps for `epochs` over all rows."""
     total = config.total_batch_size or batch_for(int(rows * shape.seq_len * config.epochs), shape.seq_len)
     if config.target_examples_per_step:
         total = config.target_examples_per_step * shape.seq_len
     flag = total_flag(config.total_batch_size, config.target_examples_per_step)
-    split = share_out(config, shape, learner.device, total, flag=flag, packaged=learner.packaged)
+    split = share_out(config, shape, train_model.device, total, flag=flag, packaged=train_model.packaged)
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
@@ -158,9 +158,9 @@ def run_stage(config: MidConfig | SftConfig, name: StageName) -> int:
             for text in preview_mixture(data, mixture.sources, tokenizer, config.preview, colours(sys.stdout)):
                 say(text)
             return 0
-        learner = build(config, shape, here)  # before the batch is planned: it knows what is kept
-        split, steps = batch_and_steps(config, shape, learner, mixture.per_epoch)
-        stage = chat_stage(name, learner, split, steps, mixture, tokenizer, config, origin)
+        train_model = build(config, shape, here)  # before the batch is planned: it knows what is kept
+        split, steps = batch_and_steps(config, shape, train_model, mixture.per_epoch)
+        stage = chat_stage(name, train_model, split, steps, mixture, tokenizer, config, origin)
         if not saved:
             begin_from(origin, stage.optimizer, config.load_optimizer)
 

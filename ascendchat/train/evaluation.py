@@ -1,6 +1,6 @@
 """Evaluation between steps of training: bits per byte, loss of held-out replies, CORE, samples. rows.py calls it.
 
-evaluation = Evaluation(partial(text_bits, learner, tokenizer, corpora, most), sample=...)
+evaluation = Evaluation(partial(text_bits, train_model, tokenizer, corpora, most), sample=...)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ascendchat.data.corpus import Corpus
-from ascendchat.data.mixture import Batches, RowSource
+from ascendchat.data.mixture import MixtureLoader, RowSource
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Generator, Request, Sampling
@@ -40,21 +40,23 @@ class Evaluation:
     sample: Callable[[], list[str]] = list
 
 
-def model_scorer(learner: TrainModel, tokenizer: Tokenizer, rows: int) -> ModelScorer:
+def model_scorer(train_model: TrainModel, tokenizer: Tokenizer, rows: int) -> ModelScorer:
     """Scores rows with the model as it is now. Without gradients only a layer or two is held at a time, so it takes
     several micro-batches of `rows` at once."""
-    shape = learner.model.shape
+    shape = train_model.model.shape
     held = rows * shape.seq_len
     tokens = max(held, min(MAX_TOKENS, held * shape.depth // 2))
-    bos = tokenizer.bos if learner.by_document else None
-    return ModelScorer(learner.model, learner.reader, learner.place, max_tokens=tokens, pin=learner.device.pin, bos=bos)
+    bos = tokenizer.bos if train_model.by_document else None
+    return ModelScorer(
+        train_model.model, train_model.reader, train_model.place, max_tokens=tokens, pin=train_model.device.pin, bos=bos
+    )
 
 
 def text_bits(
-    learner: TrainModel, tokenizer: Tokenizer, corpora: Sequence[Corpus], most: int, rows: int
+    train_model: TrainModel, tokenizer: Tokenizer, corpora: Sequence[Corpus], most: int, rows: int
 ) -> dict[str, float]:
     """Bits per byte of each corpus over its first `most` tokens, and their mean first."""
-    scorer, seq_len = model_scorer(learner, tokenizer, rows), learner.model.shape.seq_len
+    scorer, seq_len = model_scorer(train_model, tokenizer, rows), train_model.model.shape.seq_len
     sizes = np.asarray(tokenizer.token_bytes(), dtype=np.int64)
     bits = [corpus_bits(scorer, corpus, seq_len, most, sizes).bits_per_byte for corpus in corpora]
     names = distinct_names([corpus.folder for corpus in corpora]) if len(bits) > 1 else []
@@ -72,16 +74,16 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(folder.parts[-parts:]) for folder in folders]
 
 
-def reply_loss(learner: TrainModel, validation: Sequence[RowSource], rows: int) -> dict[str, float]:
+def reply_loss(train_model: TrainModel, validation: Sequence[RowSource], rows: int) -> dict[str, float]:
     """Mean nats of the targets in held-out conversations, over all ranks; nothing without any."""
     if not validation:
         return {}
-    total = torch.zeros(2, device=learner.place)  # nats, targets
+    total = torch.zeros(2, device=train_model.place)  # nats, targets
     for source in validation:
-        batches = Batches([(source, 1.0)], source.per_epoch)
+        batches = MixtureLoader([(source, 1.0)], source.per_epoch)
         for first, stop, own in collectives.turns(source.per_epoch, rows):
             batch = batches.batch(0, first, stop)
-            nats = learner.nats(batch)
+            nats = train_model.nats(batch)
             if own:
                 total += torch.stack((nats.sum(), nats.new_tensor((batch.targets != IGNORE).sum())))
     collectives.all_reduce(total, "sum")
@@ -90,10 +92,10 @@ def reply_loss(learner: TrainModel, validation: Sequence[RowSource], rows: int) 
 
 
 def core_metrics(
-    learner: TrainModel, tokenizer: Tokenizer, tasks: Sequence[CoreTask], most: int | None, rows: int
+    train_model: TrainModel, tokenizer: Tokenizer, tasks: Sequence[CoreTask], most: int | None, rows: int
 ) -> dict[str, float]:
     """CORE over the complete tasks, and over all of them where some are subsets; `most` rows of each task."""
-    scorer, length = model_scorer(learner, tokenizer, rows), learner.model.shape.seq_len
+    scorer, length = model_scorer(train_model, tokenizer, rows), train_model.model.shape.seq_len
     report = score_tasks(tasks, scorer, tokenizer, max_len=length, max_per_task=most, say=lambda text: None)
     whole, every = report.mean(subsets=False), report.mean(subsets=True)
     scores = {"core": whole, "core_with_subsets": None if every == whole else every}
@@ -101,18 +103,18 @@ def core_metrics(
 
 
 def continue_prompts(
-    learner: TrainModel, tokenizer: Tokenizer, prompts: Sequence[list[int]], sampling: Sampling
+    train_model: TrainModel, tokenizer: Tokenizer, prompts: Sequence[list[int]], sampling: Sampling
 ) -> list[str]:
     """The continuation of each prompt by the model as it is now, in one line."""
     longest = max(map(len, prompts)) + sampling.max_tokens
     engine: Generator = Engine(
-        learner.model,
-        learner.reader,
+        train_model.model,
+        train_model.reader,
         tokenizer,
-        learner.device,
-        learner.place,
+        train_model.device,
+        train_model.place,
         slots=len(prompts),
-        context=min(longest, learner.model.shape.seq_len),
+        context=min(longest, train_model.model.shape.seq_len),
         graphs=False,  # a trainer's process cannot capture on every chip
     )
     answers = engine.generate([Request(prompt, sampling) for prompt in prompts])

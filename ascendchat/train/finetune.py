@@ -23,9 +23,9 @@ from torch import Tensor
 from ascendchat.checkpoint import UNWRITTEN, to_continue
 from ascendchat.config import flags_set
 from ascendchat.config.finetune import FinetuneConfig
-from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
+from ascendchat.data.chat.dataset_info import DEFAULT_DATASET_DIR, listed_data
 from ascendchat.data.chat.preview import colours, preview_mixture
-from ascendchat.data.mixture import Batches, absolute
+from ascendchat.data.mixture import MixtureLoader, absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.errors import NotSaved, UserError
@@ -44,10 +44,10 @@ from ascendchat.sizes import schedule
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.hf import FINETUNE_ROWS, check_bits, check_bits_on
 from ascendchat.sizes.schedule import Curve
-from ascendchat.tasks.mixture import ChatMixture, EntryOptions, held_out_rows, open_chat_mixture
-from ascendchat.tasks.named import knows
-from ascendchat.tasks.overlap import report_overlaps
-from ascendchat.tasks.pairs import PairMixture
+from ascendchat.tasks.by_name import knows
+from ascendchat.tasks.chat_mixture import ChatMixture, EntryOptions, held_out_rows, open_chat_mixture
+from ascendchat.tasks.contamination import report_overlaps
+from ascendchat.tasks.pair_mixture import PairMixture
 from ascendchat.train.chat import chat_evaluation, chat_identity
 from ascendchat.train.evaluation import Evaluation, reply_loss
 from ascendchat.train.model import TrainModel, optimizer_for
@@ -72,7 +72,12 @@ LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslor
 
 
 def finetune_stage(
-    learner: TrainModel, split: Split, steps: int, mixture: ChatMixture, config: FinetuneConfig, theirs: TrainableModel
+    train_model: TrainModel,
+    split: Split,
+    steps: int,
+    mixture: ChatMixture,
+    config: FinetuneConfig,
+    theirs: TrainableModel,
 ) -> RowStage:
     """Put together the stage of cross-entropy on the assistant's tokens, for a Hugging Face model."""
     tokenizer, model, lora = theirs.tokenizer, theirs.model, theirs.lora
@@ -82,23 +87,23 @@ def finetune_stage(
         groups = muon_groups(model, lrs["all"], config.matrix_lr or MUON_RATE, config.weight_decay)
     else:
         groups = adamw_groups(model, lrs["all"], config.weight_decay)
-    identity = chat_identity("hf", learner, split, steps, mixture, tokenizer, config, theirs.source)
+    identity = chat_identity("hf", train_model, split, steps, mixture, tokenizer, config, theirs.source)
     if theirs.mesh is None:
-        evaluation = chat_evaluation(learner, tokenizer, mixture)
+        evaluation = chat_evaluation(train_model, tokenizer, mixture)
     else:  # ranks that gather weights layer by layer would not take part in samples and bits per byte equally often
-        evaluation = Evaluation(partial(reply_loss, learner, mixture.validation))
+        evaluation = Evaluation(partial(reply_loss, train_model, mixture.validation))
     stage = RowStage(
-        learner,
+        train_model,
         split,
         steps,
-        batches=partial(Batches, mixture.sources),
-        optimizer=finetuning_optimizer(learner, lrs, groups, theirs),
+        batches=partial(MixtureLoader, mixture.sources),
+        optimizer=finetuning_optimizer(train_model, lrs, groups, theirs),
         rates=partial(finetuning_rates, steps=steps, curve=lr_curve, config=config),
         identity={**identity, **adapter_identity(config, theirs), "optimizer": "muon" if config.muon else "adamw"},
-        facts=row_facts(learner, split, lrs, lr_curve),
+        facts=row_facts(train_model, split, lrs, lr_curve),
         evaluation=evaluation,
-        reseed=seeder(learner, config.seed) if config.lora_dropout else None,
-        weights=partial(trained_weights, theirs, learner.device.dtype),
+        reseed=seeder(train_model, config.seed) if config.lora_dropout else None,
+        weights=partial(trained_weights, theirs, train_model.device.dtype),
     )
     if lora:  # no gradients of frozen weights: a third less of each product
         stage.flops_per_token += 6.0 * stage.trained - 2.0 * model.shape.counted.matmul_parameters
@@ -183,7 +188,7 @@ def learn_pairs(config: FinetuneConfig) -> int:
 def pair_stage(
     theirs: TrainableModel,
     method: str,
-    learner: TrainModel,
+    train_model: TrainModel,
     split: Split,
     steps: int,
     mixture: PairMixture,
@@ -196,28 +201,28 @@ def pair_stage(
     groups = adamw_groups(theirs.model, lrs["all"], config.weight_decay or 0.0)
     return PreferenceStage(
         method,
-        learner,
+        train_model,
         split,
         steps,
         mixture,
         tokenizer,
         config,
         origin,
-        optimizer=finetuning_optimizer(learner, lrs, groups, theirs),
+        optimizer=finetuning_optimizer(train_model, lrs, groups, theirs),
         identity=adapter_identity(config, theirs),
-        weights=partial(trained_weights, theirs, learner.device.dtype),
+        weights=partial(trained_weights, theirs, train_model.device.dtype),
     )
 
 
 def finetuning_optimizer(
-    learner: TrainModel, lrs: dict[str, float], groups: list[Group], theirs: TrainableModel
+    train_model: TrainModel, lrs: dict[str, float], groups: list[Group], theirs: TrainableModel
 ) -> Optimizer:
     """The optimizer of whole weights, or of those that ranks share out."""
     if theirs.mesh is None:
-        return optimizer_for(learner, lrs, groups)
+        return optimizer_for(train_model, lrs, groups)
     from ascendchat.nn.sharded import ShardedAdamW
 
-    return ShardedAdamW(theirs.model, groups, theirs.mesh, fused=learner.device.chip.fused_adamw)
+    return ShardedAdamW(theirs.model, groups, theirs.mesh, fused=train_model.device.chip.fused_adamw)
 
 
 def trained_weights(theirs: TrainableModel, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -368,7 +373,7 @@ def run_name(config: FinetuneConfig, theirs: TrainableModel) -> str:
 def located(names: Sequence[str], config: FinetuneConfig, say: Callable[[str], None]) -> tuple[str, ...]:
     """Resolve entries of --data or --validation by the dataset_info.json of --dataset-dir, which is `data` by default,
     as in LLaMA-Factory."""
-    return absolute(listed_data(names, config.dataset_dir, knows, usual=USUAL_DIR, say=say))
+    return absolute(listed_data(names, config.dataset_dir, knows, usual=DEFAULT_DATASET_DIR, say=say))
 
 
 def open_data(config: FinetuneConfig, theirs: TrainableModel, here: Context) -> ChatMixture:

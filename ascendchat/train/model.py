@@ -1,7 +1,7 @@
 """A model on its device for training: attention kernel, compiled forward pass, loss, captured micro-batches.
 
-learner = build(config, shape, here)
-learner.forward_backward(batch, weight)                  # gradients are added to those of earlier micro-batches
+train_model = build(config, shape, here)
+train_model.forward_backward(batch, weight)                  # gradients are added to those of earlier micro-batches
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class TrainModel(Generic[_Model]):
         """True if micro-batches of so many rows are captured: they are short and always the same work. Several devices
         were not tried."""
         model, device = self.model, self.device
-        able = device.records_training and device.compiles and device.chip.graphs
+        able = device.captures_training and device.compiles and device.chip.graphs
         if not able or not isinstance(model, GPT) or collectives.world().size > 1:
             return False
         same = not self.by_document and not model.dropout and not device.scaling.needed
@@ -248,20 +248,20 @@ def build(
     model = GPT(shape, ops, checkpoint_activations=config.activation_checkpointing, dropout=dropout)
     model.initialise(config.seed)
     place = here.place
-    learner = TrainModel(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
-    say_package(learner, here)
-    return learner
+    train_model = TrainModel(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
+    say_package(train_model, here)
+    return train_model
 
 
-def say_package(learner: TrainModel, here: Context) -> None:
+def say_package(train_model: TrainModel, here: Context) -> None:
     """Say whether an optional package computes attention over rows, and if not, why."""
-    if said := learner.kernel.notice(learner.model.shape.head_dim):
+    if said := train_model.kernel.notice(train_model.model.shape.head_dim):
         here.say(said)
 
 
-def optimizer_for(learner: TrainModel, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
+def optimizer_for(train_model: TrainModel, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
     """Make the optimizer of a model; `made`: other groups than the default ones."""
-    device, model = learner.device, learner.model
+    device, model = train_model.device, train_model.model
     compile = device.compile if device.compiles else None
     made = made or (groups(model, rates) if isinstance(model, GPT) else adamw_groups(model, rates["all"]))
     few_launches = compile is None and device.operators() is not None
@@ -270,11 +270,11 @@ def optimizer_for(learner: TrainModel, rates: dict[str, float], made: Sequence[G
     )
 
 
-def random_micro_batch(learner: TrainModel, split: Split, seed: int = 0) -> MicroBatch:
+def random_micro_batch(train_model: TrainModel, split: Split, seed: int = 0) -> MicroBatch:
     """Random tokens, others on every rank, to measure memory and speed."""
     generator = torch.Generator().manual_seed(seed + collectives.world().rank)
     size = (2, split.rows, split.seq_len)
-    inputs, targets = torch.randint(0, learner.model.shape.vocab, size, generator=generator).to(learner.place)
+    inputs, targets = torch.randint(0, train_model.model.shape.vocab, size, generator=generator).to(train_model.place)
     return MicroBatch(inputs, targets, np.full(split.rows, split.seq_len, np.int32), split.total)
 
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from ascendchat.checkpoint import UNWRITTEN, Damaged, read_file, to_continue, write_weights
 from ascendchat.config import flags_set, spelling
 from ascendchat.config.finetune import FinetuneConfig, PreferenceOptions
-from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
-from ascendchat.data.chat.pairs import PairBatch, PairBatches
+from ascendchat.data.chat.dataset_info import DEFAULT_DATASET_DIR, listed_data
+from ascendchat.data.chat.pairs import PairBatch, PairLoader
 from ascendchat.data.chat.preview import colours, preview_mixture
 from ascendchat.data.mixture import absolute
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ from ascendchat.files import flush, sha256, write_atomic
 from ascendchat.models.open import ModelSource
 from ascendchat.models.shape import HFShape
 from ascendchat.nn.gpt import GPT
-from ascendchat.nn.logprobs import Drawn, Float32Readout, learnt_logprobs
+from ascendchat.nn.logprobs import Float32LMHead, SamplingDistribution, differentiable_logprobs
 from ascendchat.nn.preference import Pairs, Preference, Weights, preference, sequence_sums
 from ascendchat.parallel import collectives
 from ascendchat.parallel.context import Context
@@ -48,8 +48,8 @@ from ascendchat.runs.run import run_folder
 from ascendchat.sizes.batch import Split
 from ascendchat.sizes.schedule import Curve, finetuning_scale
 from ascendchat.sizes.shape import Shape
-from ascendchat.tasks.named import knows
-from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
+from ascendchat.tasks.by_name import knows
+from ascendchat.tasks.pair_mixture import PairMixture, open_pair_mixture
 from ascendchat.train.model import TrainModel, optimizer_for
 from ascendchat.train.rows import (
     RowStage,
@@ -130,7 +130,7 @@ class PreferenceStage(RowStage):
     def __init__(
         self,
         method: str,
-        learner: TrainModel,
+        train_model: TrainModel,
         split: Split,
         steps: int,
         mixture: PairMixture,
@@ -147,29 +147,29 @@ class PreferenceStage(RowStage):
         self.method, self.mixture = method, mixture
         self.numbers = weights_of(method, config)
         self.reference: Tensor | None = None  # (pairs, 2), of all pairs of the mixture, on the host
-        shape = learner.model.shape
-        readout = Float32Readout(learner.model.head.dtype, learner.place)
-        self.distribution = Drawn(shape.vocab, softcap=learner.model.softcap, readout=readout)
+        shape = train_model.model.shape
+        readout = Float32LMHead(train_model.model.head.dtype, train_model.place)
+        self.distribution = SamplingDistribution(shape.vocab, softcap=train_model.model.softcap, readout=readout)
         lrs = learning_rates(config, shape, split.total)
         lr_curve = curve(config, steps, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
         start = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
         super().__init__(
-            learner,
+            train_model,
             split,
             steps,
-            batches=partial(PairBatches, mixture.sources),
-            optimizer=optimizer or optimizer_for(learner, lrs),
+            batches=partial(PairLoader, mixture.sources),
+            optimizer=optimizer or optimizer_for(train_model, lrs),
             rates=partial(pair_rates, steps=steps, curve=lr_curve, config=config),
             identity={
                 "stage": "hf",
                 "method": method,
                 "loss": vars(self.numbers),
-                **row_identity(learner, tokenizer, split, steps, config.seed),
+                **row_identity(train_model, tokenizer, split, steps, config.seed),
                 "data": mixture.facts,
                 "start": start,
                 **(identity or {}),
             },
-            facts=row_facts(learner, split, lrs, lr_curve),
+            facts=row_facts(train_model, split, lrs, lr_curve),
             weights=weights,
         )
         self.model.train()  # activations are recomputed in this mode only
@@ -179,13 +179,13 @@ class PreferenceStage(RowStage):
     def micro_batches(self, step: int) -> Iterator[_UploadedPairs]:  # type: ignore[override]
         """This rank's bins of a step; one batch is made while the device works on that before."""
         split, mine = self.split, self.split.rows * self.split.accumulation
-        batches, first = PairBatches(self.mixture.sources, mine * split.devices), collectives.world().rank * mine
+        batches, first = PairLoader(self.mixture.sources, mine * split.devices), collectives.world().rank * mine
         pairs = batches.targets(step)
         for begin in range(first, first + mine, split.rows):
             yield self.upload(batches.batch(step, begin, begin + split.rows), pairs)
 
     def upload(self, batch: PairBatch, step_pairs: int) -> _UploadedPairs:
-        put = partial(to_device, place=self.learner.place, pin=self.learner.device.pin)
+        put = partial(to_device, place=self.train_model.place, pin=self.train_model.device.pin)
         reference = None if self.reference is None else self.reference[torch.from_numpy(batch.number)]
         return _UploadedPairs(
             put(batch.inputs),
@@ -201,9 +201,9 @@ class PreferenceStage(RowStage):
 
     def sums(self, batch: _UploadedPairs) -> Tensor:
         """(P, 2) log-probabilities of the chosen and of the rejected replies; logits exist chunk by chunk."""
-        learner = self.learner
-        hidden = learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
-        logprobs = learnt_logprobs(hidden, learner.model.head, batch.targets, self.distribution)
+        train_model = self.train_model
+        hidden = train_model.hidden(batch.inputs, train_model.documents(batch.inputs, batch.lengths))
+        logprobs = differentiable_logprobs(hidden, train_model.model.head, batch.targets, self.distribution)
         every = sequence_sums(logprobs.flatten(), batch.owner, len(batch.lengths))
         return torch.stack((every[batch.chosen], every[batch.rejected]), dim=1)
 
@@ -231,7 +231,7 @@ class PreferenceStage(RowStage):
 
     def probe(self) -> _UploadedPairs:
         """The first bins: all bins have one size."""
-        batches = PairBatches(self.mixture.sources, self.split.rows)
+        batches = PairLoader(self.mixture.sources, self.split.rows)
         return self.upload(batches.batch(0), batches.targets(0))
 
     # ---- looking at it -------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class PreferenceStage(RowStage):
         """This rank's share of one pass over a source (`index` as in mixture.every), a device batch at a time; some are
         not its own (collectives.turns)."""
         rows = self.mixture.every[index]
-        batches = PairBatches([(rows, 1.0)], rows.per_epoch)
+        batches = PairLoader([(rows, 1.0)], rows.per_epoch)
         for first, stop, own in collectives.turns(rows.per_epoch, self.split.rows):
             yield batches.batch(0, first, stop), own
 
@@ -248,7 +248,7 @@ class PreferenceStage(RowStage):
     def reference_table(self) -> Tensor:
         """Log-probabilities (pairs, 2) of all pairs of the mixture by the weights as they are now, on the host."""
         every = self.mixture.every
-        table = torch.zeros(sum(rows.pairs for rows in every), 2, device=self.learner.place)
+        table = torch.zeros(sum(rows.pairs for rows in every), 2, device=self.train_model.place)
         self.model.eval()
         for index in range(len(every)):
             for batch, own in self.all_bins(index):
@@ -273,7 +273,7 @@ class PreferenceStage(RowStage):
                     [*(value.sum() for value in values.values()), result.loss.new_tensor(len(result.loss))]
                 )
                 total, names = row if total is None else total + row, tuple(values)
-        return averaged(total, names, self.learner.place)
+        return averaged(total, names, self.train_model.place)
 
     def is_spike(self, loss: float, mean: float) -> bool:
         return False  # a pair that is far off in a step of few pairs shows nothing
@@ -333,11 +333,11 @@ def batch_and_steps(config: FinetuneConfig, shape: Any, device: Device, mixture:
     return split, config.num_iterations or max(1, math.ceil(bins * config.epochs / per_step))
 
 
-def usual_rate(config: FinetuneConfig, learner: TrainModel) -> float | None:
+def usual_rate(config: FinetuneConfig, train_model: TrainModel) -> float | None:
     """Learning rate of a Hugging Face model; our own models have one per group."""
-    if config.learning_rate or isinstance(learner.model, GPT):
+    if config.learning_rate or isinstance(train_model.model, GPT):
         return config.learning_rate
-    adapters = not all(parameter.requires_grad for parameter in learner.model.parameters())
+    adapters = not all(parameter.requires_grad for parameter in train_model.model.parameters())
     return ADAPTER_RATE if adapters else RATES[method_of(config)]
 
 
@@ -356,13 +356,13 @@ def for_pairs(config: _Config) -> _Config:
 def train_pairs(begin: InitialModel[Any], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage) -> int:
     """Train the model of `begin`; the exit status. `make` makes the stage."""
     config: FinetuneConfig = begin.config
-    learner, tokenizer = begin.learner, begin.tokenizer
+    train_model, tokenizer = begin.train_model, begin.tokenizer
     data, validation = (
-        absolute(listed_data(names, config.dataset_dir, knows, usual=USUAL_DIR, say=here.say))
+        absolute(listed_data(names, config.dataset_dir, knows, usual=DEFAULT_DATASET_DIR, say=here.say))
         for names in (config.data, config.validation)
     )
-    config = replace(config, data=data, learning_rate=usual_rate(config, learner))
-    shape, method = learner.model.shape, method_of(config)
+    config = replace(config, data=data, learning_rate=usual_rate(config, train_model))
+    shape, method = train_model.model.shape, method_of(config)
     mixture = open_pair_mixture(
         data,
         tokenizer,
@@ -382,11 +382,11 @@ def train_pairs(begin: InitialModel[Any], here: Context, make: Callable[..., Pre
     folder = run_folder(config.run or f"{begin.name}-{method}", "hf")
     saved = to_continue(folder, config.resume, say=here.say)
     check_output(config.output_dir, saved, steps)
-    stage = make(method, learner, split, steps, mixture, tokenizer, config, begin.source)
+    stage = make(method, train_model, split, steps, mixture, tokenizer, config, begin.source)
     begin.load_weights(stage.optimizer)
-    model = [begin.source.fingerprint, json.dumps(shape.to_dict(), sort_keys=True), str(learner.model.head.dtype)]
+    model = [begin.source.fingerprint, json.dumps(shape.to_dict(), sort_keys=True), str(train_model.model.head.dtype)]
     model += [f"{config.bits} bits"] if config.bits else []
-    reference = Reference(folder, [*model, mixture.identity])
+    reference = ReferenceLogprobs(folder, [*model, mixture.identity])
     if method == "dpo":  # before a checkpoint is loaded: by the weights that the run starts from
         stage.reference = reference.read_or_make(stage.reference_table, here)
 
@@ -401,7 +401,7 @@ def train_pairs(begin: InitialModel[Any], here: Context, make: Callable[..., Pre
 
 # Log-probabilities of the reference of DPO, kept in the folder of a run: `finetune --stage dpo`.
 #
-#     reference = Reference(folder, [start, data])             # what they are a function of
+#     reference = ReferenceLogprobs(folder, [start, data])             # what they are a function of
 #     table = reference.read_or_make(stage.reference_table, here)
 #     reference.write(table)
 #
@@ -411,7 +411,7 @@ def train_pairs(begin: InitialModel[Any], here: Context, make: Callable[..., Pre
 NAME = "logprobs"
 
 
-class Reference:
+class ReferenceLogprobs:
     """(pairs, 2) log-probabilities of the chosen and rejected replies, on disk."""
 
     def __init__(self, folder: Path, belongs_to: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from ascendchat.checkpoint import to_continue
 from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data import toyworld
 from ascendchat.data.corpus import Corpus, TextRows, open_corpora, read_corpus_manifest
-from ascendchat.data.mixture import MIXTURE, Batches, absolute, parse_entry
+from ascendchat.data.mixture import MIXTURE, MixtureLoader, absolute, parse_entry
 from ascendchat.data.prepare import TOYWORLD, prepare
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.data.verify import MANIFEST
@@ -66,7 +66,7 @@ class _Text(NamedTuple):
 
 
 def base_stage(
-    learner: TrainModel,
+    train_model: TrainModel,
     split: Split,
     steps: int,
     text: _Text,
@@ -74,47 +74,49 @@ def base_stage(
     core_tasks: Sequence[CoreTask] = (),
 ) -> RowStage:
     """Put together the stage of next-token prediction over packed text."""
-    shape, tokenizer, seed = learner.model.shape, text.tokenizer, config.seed
+    shape, tokenizer, seed = train_model.model.shape, text.tokenizer, config.seed
     lrs, lr_curve = learning_rates(config, shape, split.total), curve(config, steps, Curve())
-    optimizer = optimizer_for(learner, lrs)
+    optimizer = optimizer_for(train_model, lrs)
     decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
     sources = [(TextRows(corpus, split.seq_len, seed), weight) for corpus, weight in text.corpora]
     most_rows = None if config.core_metric_max_per_task == -1 else config.core_metric_max_per_task
     most_tokens = config.eval_tokens or MAX_EVAL_TOKENS
     evaluation = Evaluation(
-        evaluate=partial(text_bits, learner, tokenizer, text.validation, most_tokens),
-        benchmark=partial(core_metrics, learner, tokenizer, core_tasks, most_rows),
-        sample=partial(samples, learner, tokenizer),
+        evaluate=partial(text_bits, train_model, tokenizer, text.validation, most_tokens),
+        benchmark=partial(core_metrics, train_model, tokenizer, core_tasks, most_rows),
+        sample=partial(samples, train_model, tokenizer),
     )
     data = [[corpus.fingerprint, weight] for corpus, weight in text.corpora]
-    reseed = seeder(learner, seed)
+    reseed = seeder(train_model, seed)
 
     def reseed_by_step(step: int, number: int) -> None:
         if number == 0:  # later micro-batches of the step draw on
             reseed(step)
 
     return RowStage(
-        learner,
+        train_model,
         split,
         steps,
-        batches=partial(Batches, sources),
+        batches=partial(MixtureLoader, sources),
         optimizer=optimizer,
         rates=partial(pretraining_rates, steps=steps, curve=lr_curve, decay=decay),
-        identity={"stage": "base", **row_identity(learner, tokenizer, split, steps, seed), "data": data},
-        facts=row_facts(learner, split, lrs, lr_curve),
+        identity={"stage": "base", **row_identity(train_model, tokenizer, split, steps, seed), "data": data},
+        facts=row_facts(train_model, split, lrs, lr_curve),
         evaluation=evaluation,
-        mtp_weights=torch.tensor([schedule.mtp_weight(step, steps) for step in range(steps)], device=learner.place),
+        mtp_weights=torch.tensor([schedule.mtp_weight(step, steps) for step in range(steps)], device=train_model.place),
         averaging=WeightAveraging(optimizer, steps),
         reseed=reseed_by_step if config.dropout else None,
     )
 
 
-def samples(learner: TrainModel, tokenizer: Tokenizer) -> list[str]:
+def samples(train_model: TrainModel, tokenizer: Tokenizer) -> list[str]:
     """Greedy continuations of PROMPTS."""
-    room = prompt_room(learner.model.shape.seq_len, SAMPLE_TOKENS)
+    room = prompt_room(train_model.model.shape.seq_len, SAMPLE_TOKENS)
     starts = [[tokenizer.bos, *tokenizer.encode(prompt)][:room] for prompt in PROMPTS]
     plain = Sampling(max_tokens=SAMPLE_TOKENS, temperature=0.0, stop_tokens=(), tools=False)
-    return [f"{prompt} | {text}" for prompt, text in zip(PROMPTS, continue_prompts(learner, tokenizer, starts, plain))]
+    return [
+        f"{prompt} | {text}" for prompt, text in zip(PROMPTS, continue_prompts(train_model, tokenizer, starts, plain))
+    ]
 
 
 def check_one_length(config: BaseConfig) -> None:
@@ -191,14 +193,14 @@ def run(config: BaseConfig) -> int:
             here.say(f"rows of {row} tokens instead of {USUAL_ROW}: there is time for few steps of such long ones")
         config = with_attend(replace(config, depth=depth, max_seq_len=row), saved, "row")
         shape = shape_of(config, text.corpora[0][0].vocab_size)
-        learner = build(config, shape, here, dropout=config.dropout)
-        split, steps = plan_run(config, learner, text.corpora, saved, here.say)
+        train_model = build(config, shape, here, dropout=config.dropout)
+        split, steps = plan_run(config, train_model, text.corpora, saved, here.say)
         if (times := passes(text.corpora, steps * split.total)) > 0.95 * MAX_PASSES:
             here.say(
                 f"the text is read {times:.1f} times; beyond {MAX_PASSES:.0f} a model tends to learn it by heart and "
                 "to validate worse (so --minutes stops there): more text helps, --dropout 0.1 may"
             )
-        stage = base_stage(learner, split, steps, text, config, core_tasks)
+        stage = base_stage(train_model, split, steps, text, config, core_tasks)
         return train_stage(
             stage,
             here,

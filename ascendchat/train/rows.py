@@ -1,7 +1,7 @@
 """The Stage over packed rows, which pretraining, mid-training, SFT and fine-tuning are. See Stage in stage.py.
 
-learner = build(config, shape, here)                                         # model.py
-stage = RowStage(learner, split, steps, batches=..., optimizer=..., ...)     # pretrain.py, chat.py, finetune.py
+train_model = build(config, shape, here)                                         # model.py
+stage = RowStage(train_model, split, steps, batches=..., optimizer=..., ...)     # pretrain.py, chat.py, finetune.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ascendchat.checkpoint import Checkpoint
 from ascendchat.config.train import HFTrainConfig, OwnModelConfig, TrainConfig
 from ascendchat.data.loader import MicroBatch, Prefetcher
-from ascendchat.data.mixture import Batches
+from ascendchat.data.mixture import MixtureLoader
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.errors import UserError
@@ -104,11 +104,11 @@ def mixed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) % 2**63
 
 
-def seeder(learner: TrainModel, seed: int) -> Callable[..., None]:
+def seeder(train_model: TrainModel, seed: int) -> Callable[..., None]:
     """Seeds the device by numbers such as step and micro-batch, and by the rank: a run that goes on drops the same."""
 
     def reseed(*numbers: int) -> None:
-        learner.device.seed(mixed(seed, collectives.world().rank, *numbers))
+        train_model.device.seed(mixed(seed, collectives.world().rank, *numbers))
 
     return reseed
 
@@ -122,21 +122,21 @@ def pretraining_rates(step: int, *, steps: int, curve: Curve, decay: float = 0.0
     }
 
 
-def row_facts(learner: TrainModel, split: Split, rates: dict[str, float], curve: Curve) -> dict[str, Any]:
+def row_facts(train_model: TrainModel, split: Split, rates: dict[str, float], curve: Curve) -> dict[str, Any]:
     """Facts of a stage for the run's record."""
     return {
-        "attention": learner.kernel.name,
-        "packaged": learner.packaged,
+        "attention": train_model.kernel.name,
+        "packaged": train_model.packaged,
         "split": vars(split),
         "learning_rates": rates,
         "schedule": asdict(curve),
     }
 
 
-def row_identity(learner: TrainModel, tokenizer: Tokenizer, split: Split, steps: int, seed: int) -> dict[str, Any]:
+def row_identity(train_model: TrainModel, tokenizer: Tokenizer, split: Split, steps: int, seed: int) -> dict[str, Any]:
     """The part of Stage.identity that all stages over rows have."""
     return {
-        "shape": learner.model.shape.to_dict(),
+        "shape": train_model.model.shape.to_dict(),
         "tokenizer": tokenizer.fingerprint,
         "total_batch": split.total,
         "steps": steps,
@@ -170,11 +170,11 @@ class RowStage(Stage):
 
     def __init__(
         self,
-        learner: TrainModel,
+        train_model: TrainModel,
         split: Split,
         steps: int,
         *,
-        batches: Callable[[int], Batches],
+        batches: Callable[[int], MixtureLoader],
         optimizer: Optimizer,
         rates: Callable[[int], dict[str, float]],
         identity: Mapping[str, Any],
@@ -185,21 +185,21 @@ class RowStage(Stage):
         reseed: Callable[[int, int], None] | None = None,
         weights: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
-        self.learner, self.model, self.split, self.steps = learner, learner.model, split, steps
+        self.train_model, self.model, self.split, self.steps = train_model, train_model.model, split, steps
         self.optimizer, self.evaluation, self.facts = optimizer, evaluation, facts
         self._batches, self._rates, self._identity, self._weights = batches, rates, identity, weights
         self._mtp_weights, self._averaging, self._reseed = mtp_weights, averaging, reseed
-        self.tokens_per_step, self.flops_per_token = split.total, float(learner.model.shape.train_flops_per_token)
-        learner.mean_over(split.total // split.devices)
+        self.tokens_per_step, self.flops_per_token = split.total, float(train_model.model.shape.train_flops_per_token)
+        train_model.mean_over(split.total // split.devices)
         self._step = self._number = 0  # of the micro-batch to come
         self._target_weight = 0, torch.zeros(())  # targets of a step, and the weight of one of them
         self._loader = self._prefetcher()
 
     def _prefetcher(self) -> Prefetcher:
-        split, learner, own = self.split, self.learner, self.split.rows * self.split.accumulation
+        split, train_model, own = self.split, self.train_model, self.split.rows * self.split.accumulation
         first = collectives.world().rank * own
-        batches, pin = self._batches(own * split.devices), learner.device.pin
-        return Prefetcher(batches, learner.place, rows=(first, first + own), micro_batch=split.rows, pin=pin)
+        batches, pin = self._batches(own * split.devices), train_model.device.pin
+        return Prefetcher(batches, train_model.place, rows=(first, first + own), micro_batch=split.rows, pin=pin)
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -210,24 +210,24 @@ class RowStage(Stage):
     def forward_backward(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
         """Every target of the step weighs the same, whichever rank has it; padding weighs nothing."""
         if batch.step_targets != self._target_weight[0]:
-            weight = torch.full((), self.split.devices / batch.step_targets, device=self.learner.place)
+            weight = torch.full((), self.split.devices / batch.step_targets, device=self.train_model.place)
             self._target_weight = batch.step_targets, weight
         weight = self._target_weight[1] if scale == 1.0 else self._target_weight[1] * scale
         if self._reseed is not None:
             self._reseed(self._step, self._number)
             self._number += 1
         mtp_weight = None if self._mtp_weights is None else self._mtp_weights[self._step]
-        return Loss(self.learner.forward_backward(batch, weight, mtp_weight))
+        return Loss(self.train_model.forward_backward(batch, weight, mtp_weight))
 
     def probe(self) -> Any:
-        return random_micro_batch(self.learner, self.split)
+        return random_micro_batch(self.train_model, self.split)
 
     def smaller(self) -> bool:
         split = self.split.smaller()
         if split is None:
             return False
         self._loader.close()
-        self.learner.release_graph()
+        self.train_model.release_graph()
         self.split = split
         self._loader = self._prefetcher()
         return True

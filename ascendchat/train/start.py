@@ -1,7 +1,7 @@
 """The model that a training run begins from: a checkpoint of our own GPT, or a Hugging Face model.
 
     initial = initial_model(config, here, "rl")     # mid and sft take initial_checkpoint, finetune from_hf
-    initial.learner, initial.tokenizer, initial.source
+    initial.train_model, initial.tokenizer, initial.source
 
 `--start` names a run, a checkpoint folder, a model folder, a GGUF file or OWNER/NAME. Checkpoints of a run that begins
 from a Hugging Face model are ours, with the weights under the names of transformers, or of peft.
@@ -61,7 +61,7 @@ _Config = TypeVar("_Config", bound=HFTrainConfig)
 class InitialModel(Generic[_Config]):
     """A model that is ready to be trained by RL or on pairs."""
 
-    learner: TrainModel[Any]
+    train_model: TrainModel[Any]
     tokenizer: Tokenizer
     source: ModelSource
     config: _Config
@@ -143,8 +143,10 @@ def from_checkpoint(config: _Config, here: Context, stage: StageName) -> Initial
     def add_files(run: Path) -> None:
         tokenizer.save(run / "tokenizer")
 
-    learner = build(config, shape, here, packaged=False)  # log-probabilities of two policies are compared
-    return InitialModel(learner, tokenizer, source, config, source.name, add_files, source.settings.get("data") or ())
+    train_model = build(config, shape, here, packaged=False)  # log-probabilities of two policies are compared
+    return InitialModel(
+        train_model, tokenizer, source, config, source.name, add_files, source.settings.get("data") or ()
+    )
 
 
 # ---- a Hugging Face model ----------------------------------------------------------------------
@@ -208,8 +210,8 @@ def hf_source(config: HFTrainConfig, here: Context) -> HFFolder | HFCheckpoint |
 
 def with_learner(opened: TrainableModel, config: _Config, here: Context, name: str) -> InitialModel[_Config]:
     """The Hugging Face model as training by RL or on pairs takes it."""
-    learner = learner_of(opened, config, here)
-    return InitialModel(learner, opened.tokenizer, opened.source, config, name, opened.add_files)
+    train_model = learner_of(opened, config, here)
+    return InitialModel(train_model, opened.tokenizer, opened.source, config, name, opened.add_files)
 
 
 def learner_of(opened: TrainableModel, config: HFTrainConfig, here: Context) -> TrainModel:
@@ -217,9 +219,9 @@ def learner_of(opened: TrainableModel, config: HFTrainConfig, here: Context) -> 
     device = here.device
     kernel, why = choose(device.type, device.dtype, opened.model.shape.head_dim, config.attention)
     here.say(why)
-    learner = TrainModel(opened.model, kernel, device, here.place, by_document=config.attend == "document")
-    say_package(learner, here)
-    return learner
+    train_model = TrainModel(opened.model, kernel, device, here.place, by_document=config.attend == "document")
+    say_package(train_model, here)
+    return train_model
 
 
 def refuse_too_large(folder: Path, config: HFTrainConfig, here: Context) -> None:

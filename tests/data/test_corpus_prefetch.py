@@ -13,17 +13,17 @@ from test_corpus import numbered, store
 
 from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.loader import Prefetcher
-from ascendchat.data.mixture import Batches
+from ascendchat.data.mixture import MixtureLoader
 
 
 @pytest.fixture
-def batches(tmp_path: Path) -> Batches:
+def batches(tmp_path: Path) -> MixtureLoader:
     """Of a small corpus, 12 rows of 8 tokens each."""
     corpus = Corpus.open(store(tmp_path, [numbered([40, 3, 90, 17, 33])]))
-    return Batches([(TextRows(corpus, seq_len=8, seed=3), 1.0)], rows_per_step=12)
+    return MixtureLoader([(TextRows(corpus, seq_len=8, seed=3), 1.0)], rows_per_step=12)
 
 
-def test_micro_batches_are_the_ranks_rows_in_order(batches: Batches) -> None:
+def test_micro_batches_are_the_ranks_rows_in_order(batches: MixtureLoader) -> None:
     for rank, micro in ((0, 3), (1, 4)):  # 4 does not divide 6: the last one is smaller
         rows = (rank * 6, rank * 6 + 6)
         with Prefetcher(batches, torch.device("cpu"), rows=rows, micro_batch=micro) as prefetcher:
@@ -38,13 +38,15 @@ def test_micro_batches_are_the_ranks_rows_in_order(batches: Batches) -> None:
                 assert all(m.lengths.sum() == m.inputs.numel() for m in found)
 
 
-def test_any_step_can_be_taken_next_or_again(batches: Batches) -> None:
+def test_any_step_can_be_taken_next_or_again(batches: MixtureLoader) -> None:
     with Prefetcher(batches, torch.device("cpu"), rows=(0, 12), micro_batch=12) as prefetcher:
         for step in (7, 7, 8, 2, 3, 1000):
             assert (prefetcher.take(step)[0].inputs.numpy() == batches.batch(step).inputs).all()
 
 
-def test_coming_steps_are_gathered_while_the_caller_computes(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coming_steps_are_gathered_while_the_caller_computes(
+    batches: MixtureLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gathered: list[int] = []
     original = batches.batch
     monkeypatch.setattr(batches, "batch", lambda step, a, b: gathered.append(step) or original(step, a, b))
@@ -60,7 +62,7 @@ def test_coming_steps_are_gathered_while_the_caller_computes(batches: Batches, m
         assert gathered == [0, 1, 2, 3, 4]  # and never more: memory is bounded
 
 
-def test_an_error_in_the_thread_reaches_the_caller(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_thread_reaches_the_caller(batches: MixtureLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     original = batches.batch
 
     def fails_later(step: int, a: int, b: int) -> object:
@@ -76,7 +78,7 @@ def test_an_error_in_the_thread_reaches_the_caller(batches: Batches, monkeypatch
         prefetcher.take(2)
 
 
-def test_close_ends_the_thread_even_with_a_full_queue(batches: Batches) -> None:
+def test_close_ends_the_thread_even_with_a_full_queue(batches: MixtureLoader) -> None:
     before = set(threading.enumerate())  # some of which may end meanwhile
     prefetcher = Prefetcher(batches, torch.device("cpu"), rows=(0, 12), micro_batch=1, depth=2)
     prefetcher.take(0)

@@ -16,7 +16,7 @@ from test_corpus import LENGTHS, corpus_of
 from ascendchat.data.chat.dataset_info import listed_data
 from ascendchat.data.corpus import TextRows, open_corpora
 from ascendchat.data.mixture import (
-    Batches,
+    MixtureLoader,
     absolute,
     fingerprint,
     is_held_out,
@@ -86,8 +86,8 @@ def test_every_world_size_and_every_resume_sees_the_same_global_batches(
         corpus, _ = corpus_of(lengths, Path(folder))
         other, _ = corpus_of([[5, 9], [31]], Path(folder) / "other")
 
-        def opened() -> Batches:
-            return Batches([(TextRows(corpus, seq_len, seed), 0.7), (TextRows(other, seq_len, seed), 0.3)], 8)
+        def opened() -> MixtureLoader:
+            return MixtureLoader([(TextRows(corpus, seq_len, seed), 0.7), (TextRows(other, seq_len, seed), 0.3)], 8)
 
         whole = opened()
         steps = 2 * sum(rows.per_epoch for rows in whole.rows) // 8 + 5  # over several epochs
@@ -107,7 +107,7 @@ def test_every_world_size_and_every_resume_sees_the_same_global_batches(
 def test_a_mixture_follows_its_weights_at_every_row(weights: list[float], rows: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         corpus, _ = corpus_of([[5, 6]], Path(folder))
-        batches = Batches([(TextRows(corpus, 4, seed=0), weight) for weight in weights], 2)
+        batches = MixtureLoader([(TextRows(corpus, 4, seed=0), weight) for weight in weights], 2)
         counts = batches.counts(rows)
         assert sum(counts) == rows
         for count, weight in zip(counts, weights):
@@ -122,7 +122,7 @@ def test_sources_of_a_mixture_have_rows_of_one_length(tmp_path: Path) -> None:
     corpus, _ = corpus_of([[10]], tmp_path)
     for sources in ([], [(TextRows(corpus, 7, 0), 1.0), (TextRows(corpus, 8, 0), 1.0)]):
         with pytest.raises(ValueError, match="rows of one length"):
-            Batches(sources, 8)
+            MixtureLoader(sources, 8)
 
 
 def test_batches_fingerprints_and_the_split_never_change_between_versions(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_batches_fingerprints_and_the_split_never_change_between_versions(tmp_pa
     sources = [(TextRows(a, 8, seed=1), 0.7), (TextRows(b, 8, seed=1), 0.3)]
     digest = hashlib.sha256()
     for step in range(9):
-        batch = Batches(sources, 4).batch(step)
+        batch = MixtureLoader(sources, 4).batch(step)
         for array in (batch.inputs, batch.targets, batch.lengths):
             digest.update(array.tobytes())
     assert digest.hexdigest()[:16] == "5f94c4fb76902457"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ascendchat.data import toyworld
-from ascendchat.data.chat.template import canonical, text_of
+from ascendchat.data.chat.render import canonical, text_of
 from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 from ascendchat.data.toyworld import chats, correct, documents, problems, questions
 from ascendchat.data.toyworld.exercises import value_of

@@ -164,16 +164,16 @@ def test_training_asks_the_device_for_it_and_plans_for_less(
         assert main(["base", data, *sizes.split(), *flags.split()]) == 0
         assert planned.pop() == (["mlp"] if used else [])
         assert ("there is a package" in capsys.readouterr().out) == ("fp8" not in flags)
-        assert (seen[-1].learner.model.ops.whole_mlp is not None) == used
+        assert (seen[-1].train_model.model.ops.whole_mlp is not None) == used
 
 
 def test_where_two_policies_are_compared_no_package_rounds_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     device, shape = Packaged(), Shape.from_depth(1, dim=32, vocab=64, seq_len=64)
     monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: device)
     with training_context(BenchTrainConfig()) as here:
-        learner = build(BenchTrainConfig(), shape, here, packaged=False)
-    assert learner.model.ops.whole_mlp is None  # type: ignore[attr-defined]
-    assert learner.packaged == []
+        train_model = build(BenchTrainConfig(), shape, here, packaged=False)
+    assert train_model.model.ops.whole_mlp is None  # type: ignore[attr-defined]
+    assert train_model.packaged == []
     made: list[bool] = []
     monkeypatch.setattr(start, "build", lambda *_, packaged=True: made.append(packaged))
     monkeypatch.setattr(start, "initial_checkpoint", MagicMock())

@@ -10,7 +10,7 @@ import engine_models as make
 import pytest
 import torch
 
-from ascendchat.data.chat.template import parse_content, render_prompt
+from ascendchat.data.chat.render import parse_content, render_prompt
 from ascendchat.device import Device, pick
 from ascendchat.engine.detokenize import TextStream
 from ascendchat.engine.engine import Engine, Piece, Request, Sampling

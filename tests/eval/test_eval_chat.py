@@ -19,8 +19,8 @@ from ascendchat import sandbox
 from ascendchat.checkpoint import Writer as CheckpointWriter
 from ascendchat.config import parse
 from ascendchat.config.generate import EvalChatConfig
-from ascendchat.data.chat.template import Conversation, render_prompt, text_of
-from ascendchat.data.chat.template import parse_messages as parse_ids
+from ascendchat.data.chat.render import Conversation, render_prompt, text_of
+from ascendchat.data.chat.render import parse_messages as parse_ids
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.engine.request import Completion, Request, Sampling
@@ -33,8 +33,8 @@ from ascendchat.parallel import collectives
 from ascendchat.runs.results import stage_results
 from ascendchat.runs.run import run_folder
 from ascendchat.sizes.shape import Shape
-from ascendchat.tasks import named
-from ascendchat.tasks.base import Task
+from ascendchat.tasks import by_name
+from ascendchat.tasks.task import Task
 
 TOKENIZER = bytes_tokenizer()
 
@@ -139,7 +139,7 @@ def test_always_a_is_as_good_as_the_share_of_a_and_an_oracle_is_perfect() -> Non
 
 @pytest.mark.parametrize("name", ["ceval", "gsm8k"])
 def test_real_tasks_give_guessing_about_zero_and_an_oracle_one(name: str, real_data: Path) -> None:
-    task = named.load(name, source=str(real_data / "eval"))
+    task = by_name.load(name, source=str(real_data / "eval"))
     most = len(task) // 9
     worst = evaluate_task(task, evaluator(Always("42"), max_rows=most))
     assert abs(worst.centred) < 0.07
@@ -148,7 +148,7 @@ def test_real_tasks_give_guessing_about_zero_and_an_oracle_one(name: str, real_d
 
 @pytest.mark.parametrize("name", ["toy_choice_zh", "toy_fact_en", "toy_problems", "toy_check_en"])
 def test_the_toy_world_gives_garbage_nothing_and_an_oracle_everything(name: str) -> None:
-    task = named.load(name)
+    task = by_name.load(name)
     most = max(1, len(task) // 5)
     assert evaluate_task(task, evaluator(Oracle(task), max_rows=most)).accuracy == 1.0
     assert evaluate_task(task, evaluator(Always("\ufffd colourless green 17 ideas"), max_rows=most)).accuracy <= 0.05
@@ -251,7 +251,7 @@ def test_chatcore_is_the_mean_of_centred_accuracies_and_says_what_it_lacks() -> 
 
 def test_tasks_are_named_one_by_one_or_in_groups() -> None:
     assert chat.chosen_tasks(["chinese", "gsm8k", "ARC-Easy"]) == ["arc_easy", "gsm8k", "ceval", "cmmlu"]
-    assert chat.chosen_tasks(["all"]) == list(named.EVALUATIONS)
+    assert chat.chosen_tasks(["all"]) == list(by_name.EVALUATIONS)
     assert len(chat.chosen_tasks(["toy"])) == 17
     with pytest.raises(UserError, match="did you mean mmlu"):
         chat.chosen_tasks(["mmlo"])

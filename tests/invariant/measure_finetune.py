@@ -58,9 +58,9 @@ class Task:
     """The conversations of each step, and those that are held out, as our command takes them."""
 
     def __init__(self, model: str, data: str, steps: int, length: int, rows: int, held_out: float) -> None:
-        from ascendchat.data.mixture import Batches
+        from ascendchat.data.mixture import MixtureLoader
         from ascendchat.models.folder import find
-        from ascendchat.tasks.mixture import EntryOptions, open_chat_mixture
+        from ascendchat.tasks.chat_mixture import EntryOptions, open_chat_mixture
 
         folder = find(model)
         assert folder is not None
@@ -69,10 +69,10 @@ class Task:
         mixture = open_chat_mixture(
             (data,), "sft", tokenizer, length, say=lambda _: None, options=EntryOptions(held_out), find_overlaps=False
         )
-        batches = Batches(mixture.sources, rows)
+        batches = MixtureLoader(mixture.sources, rows)
         self.steps = [self.padded(batches.batch(step), tokenizer.pad) for step in range(steps)]
         (kept,) = mixture.validation
-        batches = Batches([(kept, 1.0)], 1)
+        batches = MixtureLoader([(kept, 1.0)], 1)
         self.held_out = [self.padded(batches.batch(number), tokenizer.pad) for number in range(kept.per_epoch)]
 
     def padded(self, batch: Any, pad: int) -> dict[str, Any]:

@@ -78,20 +78,20 @@ def test_a_batch_that_was_asked_for_is_the_one_that_was_planned(monkeypatch: pyt
     asked = {"gradient_accumulation_steps": 4, "total_batch_size": 2**17}[given]
     config = BaseConfig(minutes=5.0, depth=2, **{given: asked})  # type: ignore[arg-type]
     shape, corpora = budget.shape_of(config, 4096), [(SimpleNamespace(tokens=10**7, vocab_size=4096), 1.0)]
-    learner: Any = SimpleNamespace(model=SimpleNamespace(shape=shape), device=pick("cpu"), packaged=[])
+    train_model: Any = SimpleNamespace(model=SimpleNamespace(shape=shape), device=pick("cpu"), packaged=[])
     measured: list[Split] = []
 
-    def speed(config: Any, learner: Any, corpora: Any, split: Split, say: Any) -> int:
+    def speed(config: Any, train_model: Any, corpora: Any, split: Split, say: Any) -> int:
         measured.append(split)
         return 1_000_000
 
     monkeypatch.setattr(budget, "measured_token_budget", speed)
-    split, steps = budget.plan_run(config, learner, corpora, None, print)  # type: ignore[arg-type]
+    split, steps = budget.plan_run(config, train_model, corpora, None, print)  # type: ignore[arg-type]
     assert measured == [split]
     assert asked in (split.accumulation, split.total)
     assert steps * split.total == pytest.approx(1_000_000, rel=0.2)
     saved: Any = SimpleNamespace(state={"steps": steps, "total_batch": split.total})
-    assert budget.plan_run(config, learner, corpora, saved, print) == (split, steps)  # type: ignore[arg-type]
+    assert budget.plan_run(config, train_model, corpora, saved, print) == (split, steps)  # type: ignore[arg-type]
 
 
 def test_time_that_the_text_leaves_over_goes_into_smaller_steps(words: Path) -> None:
@@ -227,7 +227,7 @@ def test_depths_that_other_flags_do_not_allow_are_passed_over() -> None:
 def test_the_speed_is_measured_with_as_many_rows_as_fit(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def speed(learner: Any, batch: Any) -> float:
+    def speed(train_model: Any, batch: Any) -> float:
         tried.append(len(batch.inputs))
         if tried[-1] > 2:
             raise torch.OutOfMemoryError
@@ -235,10 +235,10 @@ def test_the_speed_is_measured_with_as_many_rows_as_fit(words: Path, monkeypatch
 
     monkeypatch.setattr(budget, "measured_speed", speed)
     device: Any = SimpleNamespace(responds=lambda: True, release=lambda: None)
-    learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=device)
+    train_model: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=device)
     split, said = Split(1, 8, 1, 32), list[str]()
     tokens = budget.measured_token_budget(
-        BaseConfig(minutes=0.5), learner, [(Corpus.open(words), 1.0)], split, said.append
+        BaseConfig(minutes=0.5), train_model, [(Corpus.open(words), 1.0)], split, said.append
     )
     assert tried == [8, 4, 2]
     assert tokens == int(100 * 30 * budget.KEPT_SPEED)

@@ -20,12 +20,12 @@ import torch
 import warm_process
 from preference_runs import STEPS, config_of, train, write_pairs
 
-from ascendchat.data.chat.pairs import PairBatches
+from ascendchat.data.chat.pairs import PairLoader
 from ascendchat.errors import UserError
 from ascendchat.nn.preference import Pairs, preference
 from ascendchat.processes import free_port
 from ascendchat.runs.run import checkpoints, read_metrics
-from ascendchat.tasks.pairs import open_pair_mixture
+from ascendchat.tasks.pair_mixture import open_pair_mixture
 from ascendchat.train.finetune import run as finetune_run
 from ascendchat.train.preference import PreferenceStage, batch_and_steps, method_of, weights_of
 from ascendchat.train.run import training_context
@@ -72,10 +72,10 @@ def test_a_packed_step_has_the_loss_and_the_gradients_of_its_pairs_one_by_one(pl
     theirs = hf_models.network("qwen2", initializer_range=0.1, num_hidden_layers=2)
     with training_context(config) as here:
         begin = initial_model(config, here, "rl")
-        model = begin.learner.model
+        model = begin.train_model.model
         mixture = open_pair_mixture(config.data, begin.tokenizer, 96, say=lambda line: None)
         split, steps = batch_and_steps(config, model.shape, here.device, mixture)
-        stage = PreferenceStage(method, begin.learner, split, steps, mixture, begin.tokenizer, config, begin.source)
+        stage = PreferenceStage(method, begin.train_model, split, steps, mixture, begin.tokenizer, config, begin.source)
         total = sum(rows.pairs for rows in mixture.every)
         if method == "dpo":
             stage.reference = stage.reference_table() + torch.randn(
@@ -110,7 +110,7 @@ def test_a_packed_step_has_the_loss_and_the_gradients_of_its_pairs_one_by_one(pl
 
 def split_batches(stage: PreferenceStage, step: int) -> list[Any]:
     mine = stage.split.rows * stage.split.accumulation
-    return [PairBatches(stage.mixture.sources, mine).batch(step)]
+    return [PairLoader(stage.mixture.sources, mine).batch(step)]
 
 
 @pytest.mark.slow

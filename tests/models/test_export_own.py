@@ -21,7 +21,7 @@ from ascendchat.checkpoint import Writer
 from ascendchat.cli import main
 from ascendchat.config.generate import ModelConfig
 from ascendchat.config.serve import ServeConfig
-from ascendchat.data.chat.template import render, render_prompt
+from ascendchat.data.chat.render import render, render_prompt
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for, open_for_generation

@@ -87,7 +87,9 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
     return open_it
 
 
-def learner(model: Any, *, compiled: bool, by_document: bool = True, kernel: Attention = KERNELS["sdpa"]) -> TrainModel:
+def train_model(
+    model: Any, *, compiled: bool, by_document: bool = True, kernel: Attention = KERNELS["sdpa"]
+) -> TrainModel:
     device = pick("cpu", dtype="fp32", compiled=compiled)
     return TrainModel(model, kernel, device, CPU, by_document=by_document)
 
@@ -129,10 +131,10 @@ def test_equal_layers_are_one_graph_and_losses_and_gradients_stay(
     kind: str, layers: int, by_document: bool, graphs: int, compiler: Compiler, opened: Open
 ) -> None:
     eager, fast = (opened(kind, layers).model for _ in range(2))
-    wanted = trained(learner(eager, compiled=False, by_document=by_document), 2)
+    wanted = trained(train_model(eager, compiled=False, by_document=by_document), 2)
     assert not compiler.graphs
     names = list(fast.state_dict())
-    agree(trained(learner(fast, compiled=True, by_document=by_document), 2), wanted)
+    agree(trained(train_model(fast, compiled=True, by_document=by_document), 2), wanted)
     assert compiler.graphs == graphs
     assert list(fast.state_dict()) == names
 
@@ -142,7 +144,7 @@ def test_equal_layers_are_one_graph_and_losses_and_gradients_stay(
 def test_kernels_of_the_compiler_give_the_numbers_of_eager_layers(kind: str, opened: Open) -> None:
     torch.compiler.reset()
     eager, fast = (opened(kind, 2).model for _ in range(2))
-    agree(trained(learner(fast, compiled=True), 3), trained(learner(eager, compiled=False), 3))
+    agree(trained(train_model(fast, compiled=True), 3), trained(train_model(eager, compiled=False), 3))
 
 
 @pytest.mark.slow
@@ -157,16 +159,16 @@ def test_recomputed_activations_and_adapters_are_compiled_too(
             model.train()
         else:
             model.checkpoint_activations()
-    wanted = trained(learner(models[0], compiled=False))
-    agree(trained(learner(models[1], compiled=True)), wanted)
+    wanted = trained(train_model(models[0], compiled=False))
+    agree(trained(train_model(models[1], compiled=True)), wanted)
     assert compiler.graphs == graphs
 
 
 def test_answers_and_scores_between_steps_compile_nothing(compiler: Compiler, opened: Open) -> None:
     found, plain = opened(), opened()
-    taught = learner(found.model, compiled=True)
+    taught = train_model(found.model, compiled=True)
     trained(taught)
-    trained(learner(plain.model, compiled=False))
+    trained(train_model(plain.model, compiled=False))
     prompts = [[5, 6, 7], [9] * 10, list(range(40, 61))]
     asked = [Request(prompt, Sampling(max_tokens=4, temperature=0.0, stop_tokens=())) for prompt in prompts]
     answers = []
@@ -185,7 +187,7 @@ def test_answers_and_scores_between_steps_compile_nothing(compiler: Compiler, op
 
 
 def test_the_last_and_smaller_batch_of_an_evaluation_is_not_compiled(compiler: Compiler, opened: Open) -> None:
-    taught = learner(opened().model, compiled=True, by_document=False)
+    taught = train_model(opened().model, compiled=True, by_document=False)
     rows = batch(0).inputs
     with torch.no_grad():
         whole = taught.hidden(rows, None)
@@ -202,7 +204,7 @@ def test_the_last_and_smaller_batch_of_an_evaluation_is_not_compiled(compiler: C
 def test_more_sizes_than_the_compiler_keeps_do_not_end_training(
     compiler: Compiler, opened: Open, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    taught = learner(opened().model, compiled=True, by_document=False)
+    taught = train_model(opened().model, compiled=True, by_document=False)
     with torch._dynamo.config.patch(recompile_limit=2):
         for rows in range(1, 5):
             taught.hidden(batch(0).inputs[:1].expand(rows, -1).contiguous(), None).sum().backward()
@@ -218,7 +220,7 @@ def test_a_compiler_that_fails_is_named_once_and_training_goes_on(
     broken = installed(Broken(), monkeypatch)
     eager, fast = (opened().model for _ in range(2))
     fast.checkpoint_activations()
-    agree(trained(learner(fast, compiled=True)), trained(learner(eager, compiled=False)))
+    agree(trained(train_model(fast, compiled=True)), trained(train_model(eager, compiled=False)))
     assert broken.graphs == 1
     said = capsys.readouterr().out
     assert said == "the layers of the model are not compiled: RuntimeError: no such instruction\n"
@@ -228,7 +230,7 @@ def test_a_layer_that_is_no_single_graph_runs_as_it_is(
     compiler: Compiler, opened: Open, capsys: pytest.CaptureFixture[str]
 ) -> None:
     eager, fast = (opened().model for _ in range(2))
-    agree(trained(learner(fast, compiled=True, kernel=Breaking())), trained(learner(eager, compiled=False)))
+    agree(trained(train_model(fast, compiled=True, kernel=Breaking())), trained(train_model(eager, compiled=False)))
     assert not compiler.graphs
     assert capsys.readouterr().out.startswith("the layers of the model are not compiled: Unsupported: ")
 
@@ -238,26 +240,26 @@ def test_nothing_is_compiled_where_it_is_not_sound(compiler: Compiler, opened: O
         compiles_packed = False
 
     model = opened().model
-    trained(learner(model, compiled=True, kernel=Unpacked()))
-    trained(learner(model, compiled=False))
+    trained(train_model(model, compiled=True, kernel=Unpacked()))
+    trained(train_model(model, compiled=False))
     model.compiles_layers = False  # 4 bits, shared out weights, fused operators: train/start.py
-    trained(learner(model, compiled=True))
+    trained(train_model(model, compiled=True))
     assert not compiler.graphs
 
 
 @pytest.mark.slow
 def test_a_copy_of_a_compiled_model_runs_its_own_weights(compiler: Compiler, opened: Open) -> None:
     model = opened().model
-    taught = learner(model, compiled=True)
+    taught = train_model(model, compiled=True)
     copied = deepcopy(taught.model).requires_grad_(False)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     known = taught.documents(batch(0).inputs, batch(0).lengths)
     assert not taught.hidden(batch(0).inputs, known).any()
-    wanted = learner(opened().model, compiled=False).hidden(batch(0).inputs, known)
+    wanted = train_model(opened().model, compiled=False).hidden(batch(0).inputs, known)
     for found in (
-        learner(copied, compiled=True).hidden(batch(0).inputs, known),
+        train_model(copied, compiled=True).hidden(batch(0).inputs, known),
         copied(batch(0).inputs, taught.attend, documents=known),
     ):
         torch.testing.assert_close(found, wanted.detach(), atol=1e-5, rtol=1e-5)

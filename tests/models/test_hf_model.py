@@ -16,8 +16,8 @@ from ascendchat.eval.scorer import Example, ModelScorer
 from ascendchat.models.causal_lm import CausalLM
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS, dense, documents
-from ascendchat.nn.logprobs import Drawn, head_objective
-from ascendchat.nn.loss import head_loss, token_nats, uncapped_score
+from ascendchat.nn.logprobs import SamplingDistribution, head_objective
+from ascendchat.nn.loss import head_loss, score_without_softcap, token_nats
 from ascendchat.train.model import TrainModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,7 +96,7 @@ def test_an_objective_has_the_gradient_that_autograd_gives_it(pair: tuple[Any, C
     tokens, targets = whole[:, :-1], whole[:, 1:]
     advantage = torch.linspace(-1, 1, targets.numel()).view(targets.shape)
     hidden = model(tokens, dense(model, KERNEL)).detach().requires_grad_()
-    drawn = Drawn(model.shape.vocab, softcap=model.softcap)
+    drawn = SamplingDistribution(model.shape.vocab, softcap=model.softcap)
     head = model.head.detach()
     loss, logprobs, _ = head_objective(hidden, head, targets, drawn, lambda logprob, a: -logprob * a, (advantage,))
     (found,) = torch.autograd.grad(loss, hidden)
@@ -110,7 +110,7 @@ def test_an_objective_has_the_gradient_that_autograd_gives_it(pair: tuple[Any, C
 def test_gradients_of_16_bit_logits_point_the_right_way(dtype: torch.dtype) -> None:
     logits = (torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 20).to(dtype)
     targets = torch.tensor([3, 0, IGNORE, 37, 5, 7])
-    nats, gradient, factor = uncapped_score(logits, targets, torch.tensor(1.0), 38)
+    nats, gradient, factor = score_without_softcap(logits, targets, torch.tensor(1.0), 38)
     exact = logits[:, :38].double().requires_grad_()
     wanted = F.cross_entropy(exact, targets, ignore_index=IGNORE, reduction="none")
     (slope,) = torch.autograd.grad(wanted.sum(), exact)
@@ -136,10 +136,10 @@ def test_rows_with_a_common_beginning_score_as_when_they_run_whole(pair: tuple[A
 def test_the_learner_of_training_takes_it_and_recomputes_activations(pair: tuple[Any, CausalLM]) -> None:
     _, model = pair
     device = pick("cpu", dtype="fp32", compiled=False)
-    learner = TrainModel(model, KERNEL, device, torch.device("cpu"), by_document=True)
+    train_model = TrainModel(model, KERNEL, device, torch.device("cpu"), by_document=True)
     tokens = rows(model)[:, :-1]
-    known = learner.documents(tokens, np.array(LENGTHS, np.int32))
-    plain = learner.hidden(tokens, known)
+    known = train_model.documents(tokens, np.array(LENGTHS, np.int32))
+    plain = train_model.hidden(tokens, known)
     plain.square().mean().backward()
     wanted = {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
@@ -147,7 +147,7 @@ def test_the_learner_of_training_takes_it_and_recomputes_activations(pair: tuple
     model.zero_grad()
     model.checkpoint_activations()
     model.train()
-    again = learner.hidden(tokens, known)
+    again = train_model.hidden(tokens, known)
     again.square().mean().backward()
     model.inner.gradient_checkpointing_disable()
     model.eval()

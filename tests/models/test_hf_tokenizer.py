@@ -14,8 +14,8 @@ import pytest
 import tokenizers
 
 from ascendchat.data.chat.pairs import Pair, PairCounts, render_pair
+from ascendchat.data.chat.render import Counts, render, render_pieces, render_prompt
 from ascendchat.data.chat.rows import ChatRows
-from ascendchat.data.chat.template import Counts, render, render_pieces, render_prompt
 from ascendchat.data.tokenizer import storage
 from ascendchat.engine.detokenize import TextStream
 from ascendchat.errors import UserError

@@ -59,9 +59,9 @@ def test_a_model_whose_config_says_something_else_answers_and_is_packed_as_trans
     model, row = found.model, torch.arange(3, 3 + sum(LENGTHS))[None]
     alone = [theirs(part).logits for part in row.split(LENGTHS, dim=1)]
     for kernel in (KERNELS[name] for name in ("sdpa", "eager", "reference")):
-        for one_by_one in (True, False):
+        for per_document in (True, False):
             bounds = documents(kernel, np.array(LENGTHS, np.int32), row, torch.float32, restarts=True)
-            if not one_by_one:
+            if not per_document:
                 masked = kernel.bounds(np.array(LENGTHS, np.int32), 1, False, lambda tensor: tensor)
                 bounds = bounds._replace(bounds=masked)
             logits = model(row, dense(model, kernel), documents=bounds) @ model.head.t()

@@ -17,7 +17,7 @@ from ascendchat.checkpoint import Shard, newest
 from ascendchat.cli import main
 from ascendchat.config.generate import ModelConfig
 from ascendchat.config.serve import ServeConfig
-from ascendchat.data.chat.template import Counts, render, render_pieces, render_prompt
+from ascendchat.data.chat.render import Counts, render, render_pieces, render_prompt
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.engine.open import engine_for, open_for_generation

@@ -17,7 +17,7 @@ import hf_models
 import pytest
 import tokenizers
 
-from ascendchat.data.chat.template import Counts, render, render_pieces
+from ascendchat.data.chat.render import Counts, render, render_pieces
 from ascendchat.errors import UserError
 from ascendchat.models.tokenizer import HFTokenizer
 

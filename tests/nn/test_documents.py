@@ -97,16 +97,16 @@ def test_training_keeps_to_the_documents_of_a_batch_if_asked_to(attend: str) -> 
     said: list[str] = []
     config = BenchTrainConfig(attend=attend)  # type: ignore[arg-type]
     shape = Shape.from_depth(2, vocab=60, seq_len=128, dim=32, head_dim=16)
-    learner = build_learner(config, shape, Context(pick("cpu"), World(), torch.device("cpu"), said.append))
+    train_model = build_learner(config, shape, Context(pick("cpu"), World(), torch.device("cpu"), said.append))
     apart = GPT(shape)
     apart.initialise(0)
-    for model in (learner.model, apart):
+    for model in (train_model.model, apart):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     inputs, targets, lengths = batch_of(apart)
     one, mtp_weight = torch.tensor(1.0), torch.tensor(0.5)
-    found = learner.loss(MicroBatch(inputs, targets, lengths, 256), one, mtp_weight)
+    found = train_model.loss(MicroBatch(inputs, targets, lengths, 256), one, mtp_weight)
     found.backward()
     sees = {"document": "its own document only", "row": "the whole row before it"}[attend]
     assert said[-1] == f"a token sees {sees}"
@@ -116,7 +116,7 @@ def test_training_keeps_to_the_documents_of_a_batch_if_asked_to(attend: str) -> 
         loss.backward()
         total += loss.detach()
     torch.testing.assert_close(found.detach(), total, atol=1e-2, rtol=1e-5)
-    assert float((learner.model.head.grad - apart.head.grad).norm()) < 1e-5 * float(apart.head.grad.norm())
+    assert float((train_model.model.head.grad - apart.head.grad).norm()) < 1e-5 * float(apart.head.grad.norm())
 
 
 @pytest.mark.slow
@@ -149,10 +149,10 @@ def test_documents_begin_with_a_row_and_after_each_border() -> None:
     assert known.continues_document.dtype == torch.bfloat16
     assert known.continues_document.tolist() == [[0, 1, 0, 1, 1], [0, 0, 1, 1, 1]]
     assert known.bounds.tolist() == [[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]]
-    for seq_len, length, one_by_one in ((128, 32, False), (128, 64, True), (256, 32, True), (2048, 2, False)):
+    for seq_len, length, per_document in ((128, 32, False), (128, 64, True), (256, 32, True), (2048, 2, False)):
         tokens, lengths = torch.zeros(2, seq_len, dtype=torch.long), np.full(2 * seq_len // length, length, np.int32)
         bounds = documents(Sdpa(), lengths, tokens, torch.float32).bounds
-        assert isinstance(bounds, torch.Tensor) != one_by_one
+        assert isinstance(bounds, torch.Tensor) != per_document
         assert isinstance(documents(Sdpa(), lengths, tokens, torch.float32, compiled=True).bounds, torch.Tensor)
 
 

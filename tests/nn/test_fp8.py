@@ -112,10 +112,10 @@ def test_a_timed_run_scales_gradients_for_its_own_batch(
     plain, timed = stages
     assert plain.split.total != timed.split.total
     for stage in stages:
-        ops = stage.learner.model.ops
+        ops = stage.train_model.model.ops
         assert isinstance(ops, Fp8Ops)
         assert float(ops.gradient_scale) == GRADIENT_SCALE * stage.split.total
-        assert isinstance(stage.learner.products, Fp8Head)
+        assert isinstance(stage.train_model.products, Fp8Head)
 
 
 def test_fp8_is_left_out_where_the_loss_is_scaled(
@@ -123,7 +123,7 @@ def test_fp8_is_left_out_where_the_loss_is_scaled(
 ) -> None:
     monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: Eight(torch.float16))
     assert main(["base", prepared_home(tmp_path), *SIZES, "--run", "half"]) == 0
-    assert not isinstance(stages[0].learner.model.ops, Fp8Ops)
+    assert not isinstance(stages[0].train_model.model.ops, Fp8Ops)
     assert "--fp8 is ignored: the loss is scaled for float16" in capsys.readouterr().out
 
 
@@ -131,12 +131,12 @@ def test_rl_scales_gradients_for_the_tokens_of_its_answers() -> None:
     """Without it a gradient of 1 / 2^18 would be 0 in 8 bits."""
     device, shape = Eight(), Shape.from_depth(1, dim=32, vocab=64, seq_len=64)
     place = torch.device("cpu")
-    learner = TrainModel(GPT(shape, Fp8Ops(place)).to_compute(device.dtype), Reference(), device, place)
+    train_model = TrainModel(GPT(shape, Fp8Ops(place)).to_compute(device.dtype), Reference(), device, place)
     config = RlConfig(prompts_per_step=32, samples=16, max_new_tokens=512)
-    given: Any = SimpleNamespace(learner=learner, method=None, rollout=None)
+    given: Any = SimpleNamespace(train_model=train_model, method=None, rollout=None)
     nothing: Any = None
     RlStage(given, Split(1, 1, 1, 64), 10, nothing, given, [], nothing, config, nothing, nothing)
-    ops = learner.model.ops
+    ops = train_model.model.ops
     assert isinstance(ops, Fp8Ops)
     assert float(ops.gradient_scale) * token_weight(512, "token", 32 * 16, 512) == GRADIENT_SCALE
 

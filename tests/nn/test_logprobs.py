@@ -10,7 +10,7 @@ import torch
 
 from ascendchat.nn import IGNORE
 from ascendchat.nn import logprobs as module
-from ascendchat.nn.logprobs import Drawn, Float32Readout, Read, Readout, head_logprobs, head_objective
+from ascendchat.nn.logprobs import Float32LMHead, LMHead, Read, SamplingDistribution, head_logprobs, head_objective
 from ascendchat.nn.loss import SOFTCAP
 
 VOCAB = 37
@@ -67,7 +67,7 @@ def test_loss_and_gradients_equal_the_plain_formula(
     old[~scored] = torch.nan  # nobody knows what stands there
     expected = clipped_ratio(exact[scored], old[scored], advantage.double()[scored]).mean()
     (expected * 3.0).backward()
-    drawn = Drawn(VOCAB, temperature, top_k)
+    drawn = SamplingDistribution(VOCAB, temperature, top_k)
     loss, logprobs, entropy = head_objective(a, b, targets, drawn, clipped_ratio, (old.float(), advantage))
     (loss * 3.0).backward()
     torch.testing.assert_close(loss.double(), expected, atol=2e-6 / temperature, rtol=1e-5)
@@ -91,9 +91,9 @@ def test_a_chunk_is_gone_before_the_next_one(which: str, temperature: float, mon
     hidden, head, targets = case()
     hidden.requires_grad_(), head.requires_grad_()
     made: list[weakref.ref[torch.Tensor]] = []
-    read, by_logits, reads = Drawn.read, module.by_logits, []
+    read, by_logits, reads = SamplingDistribution.read, module.by_logits, []
 
-    def reading(self: Drawn, *rest: Any) -> Read:
+    def reading(self: SamplingDistribution, *rest: Any) -> Read:
         reads.append(len([ref for ref in made if ref() is not None]))
         found = read(self, *rest)
         made.extend(map(weakref.ref, (found.capped, found.scaled)))
@@ -104,9 +104,9 @@ def test_a_chunk_is_gone_before_the_next_one(which: str, temperature: float, mon
         made.append(weakref.ref(slope))
         return slope
 
-    monkeypatch.setattr(Drawn, "read", reading)
+    monkeypatch.setattr(SamplingDistribution, "read", reading)
     monkeypatch.setattr(module, "by_logits", sloping)
-    drawn = Drawn(VOCAB, temperature)
+    drawn = SamplingDistribution(VOCAB, temperature)
     if which == "objective":
         head_objective(hidden, head, targets, drawn, lambda logprob: -logprob, ())[0].backward()
     else:
@@ -118,7 +118,9 @@ def test_a_batch_without_targets_has_loss_zero() -> None:
     hidden, head, targets = case()
     hidden.requires_grad_()
     nothing = torch.full_like(targets, IGNORE)
-    loss, logprobs, entropy = head_objective(hidden, head, nothing, Drawn(VOCAB), lambda logprob: -logprob)
+    loss, logprobs, entropy = head_objective(
+        hidden, head, nothing, SamplingDistribution(VOCAB), lambda logprob: -logprob
+    )
     loss.backward()
     assert loss.item() == 0.0
     assert hidden.grad.abs().max() == 0.0
@@ -133,13 +135,16 @@ def test_the_product_of_the_head_is_summed_and_kept_in_float32(dtype: torch.dtyp
     head = (torch.randn(VOCAB, 512, generator=generator) * 0.3).to(dtype)
     targets = torch.randint(0, VOCAB, (64,), generator=generator)
     exact, _ = plain(hidden.double(), head.double(), targets)
-    readout = Float32Readout(dtype, torch.device("cpu"))
+    readout = Float32LMHead(dtype, torch.device("cpu"))
     logits = readout.product(hidden, head)
     assert logits.dtype == torch.float32
     assert (logits.double() - hidden.double() @ head.double().t()).abs().max() < 1e-4  # 0.06 if it were rounded
     apart = {
-        name: (head_logprobs(hidden, head, targets, Drawn(VOCAB, readout=each)).double() - exact).abs().max().item()
-        for name, each in (("float32", readout), ("rounded", Readout()))
+        name: (head_logprobs(hidden, head, targets, SamplingDistribution(VOCAB, readout=each)).double() - exact)
+        .abs()
+        .max()
+        .item()
+        for name, each in (("float32", readout), ("rounded", LMHead()))
     }
     assert apart["float32"] < 1e-4
     assert apart["rounded"] > 50 * apart["float32"], "the test cannot tell them apart"
@@ -149,7 +154,7 @@ def test_the_product_of_the_head_is_summed_and_kept_in_float32(dtype: torch.dtyp
 def test_gradients_of_a_16_bit_model_are_those_of_the_formula(dtype: torch.dtype) -> None:
     hidden, head, targets = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in case(rows=200))
     a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    drawn = Drawn(VOCAB, readout=Float32Readout(dtype, torch.device("cpu")))
+    drawn = SamplingDistribution(VOCAB, readout=Float32LMHead(dtype, torch.device("cpu")))
     head_objective(a, b, targets, drawn, lambda logprob: -logprob, weight=torch.tensor(1.0))[0].backward()
     c, d = hidden.double().requires_grad_(), head.double().requires_grad_()
     (-plain(c, d, targets)[0] * (targets != IGNORE)).sum().backward()

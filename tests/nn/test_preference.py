@@ -9,7 +9,7 @@ import torch
 
 from ascendchat.nn import IGNORE
 from ascendchat.nn import logprobs as module
-from ascendchat.nn.logprobs import Drawn, head_logprobs, learnt_logprobs
+from ascendchat.nn.logprobs import SamplingDistribution, differentiable_logprobs, head_logprobs
 from ascendchat.nn.preference import PREFERENCES, Pairs, Weights, log_odds, preference, sequence_sums
 
 LOG2 = math.log(2)
@@ -103,8 +103,8 @@ def test_gradients_through_the_head_are_those_of_all_logits(
     targets = torch.randint(0, VOCAB, (40,), generator=generator)
     targets[::5] = IGNORE
     a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    drawn = Drawn(VOCAB, temperature, softcap=softcap)
-    found = learnt_logprobs(a, b, targets, drawn)
+    drawn = SamplingDistribution(VOCAB, temperature, softcap=softcap)
+    found = differentiable_logprobs(a, b, targets, drawn)
     assert torch.equal(found, head_logprobs(hidden, head, targets, drawn))
     by_replies(found).backward()
     c, d = hidden.double().requires_grad_(), head.double().requires_grad_()
@@ -117,6 +117,6 @@ def test_gradients_through_the_head_are_those_of_all_logits(
     torch.testing.assert_close(a.grad.double(), c.grad, atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(b.grad.double(), d.grad, atol=1e-6, rtol=1e-4)
     again = hidden.clone().requires_grad_()
-    by_replies(learnt_logprobs(again, head, targets, drawn)).backward()
+    by_replies(differentiable_logprobs(again, head, targets, drawn)).backward()
     assert head.grad is None, "it is not trained"
     assert torch.equal(again.grad, a.grad)

@@ -24,7 +24,7 @@ PLACE = torch.device("cuda" if CUDA else "cpu")
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
 
-def one_by_one(
+def per_document(
     qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads: int, follows: Tensor | None
 ) -> tuple[Tensor, ...]:
     ops, query_heads = PlainOps(), qkv.size(2) - 2 * kv_heads
@@ -59,7 +59,7 @@ def test_the_kernels_equal_the_formula_and_its_gradient(
 
     exact, exact_share = qkv.detach().double().requires_grad_(), share.detach().double().requires_grad_()
     follows = None if follows is None else follows.double()
-    wanted = one_by_one(exact, exact_share, (cos.double(), sin.double()), kv_heads, follows)
+    wanted = per_document(exact, exact_share, (cos.double(), sin.double()), kv_heads, follows)
     wanted += torch.autograd.grad(wanted, (exact, exact_share), [grad.double() for grad in grads])
     for name, one, other in zip(("q", "k", "v", "qkv's", "share's"), found, wanted, strict=True):
         if length == 1 and name == "share's":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_training import learner, losses
+from small_training import losses, train_model
 
 import cannsim
 from ascendchat import cli
@@ -64,7 +64,7 @@ def test_the_mean_of_the_last_weights_is_that_of_the_cpu_and_lies_on_the_host(de
 def test_a_step_of_twelve_layers_keeps_to_its_launch_budget(device: Device) -> None:
     shape = Shape.from_depth(12, vocab=256, seq_len=64, dim=128, head_dim=64)
     place = torch.device("npu:0")
-    model, optimizer = learner(shape, place, torch.bfloat16, device.operators())
+    model, optimizer = train_model(shape, place, torch.bfloat16, device.operators())
     kernel, reason = choose("npu", torch.bfloat16, 64)
     assert reason == "attention: npu_fusion"
     attend, rope = dense(model, kernel), model.rope(64, torch.bfloat16, place)
@@ -94,7 +94,7 @@ def test_a_step_of_twelve_layers_keeps_to_its_launch_budget(device: Device) -> N
 def vector_bytes(depth: int, rows: int) -> int:
     """Of one forward and backward pass of a model of width 64, but for its products."""
     shape = Shape.from_depth(depth, vocab=64, seq_len=32, dim=64, head_dim=32)
-    model, _ = learner(shape, torch.device("npu:0"), torch.bfloat16, pick("npu").operators())
+    model, _ = train_model(shape, torch.device("npu:0"), torch.bfloat16, pick("npu").operators())
     tokens, attend = torch.randint(0, 64, (rows, 32)).npu(), dense(model, kernels("npu")["npu_fusion"])
     model.rope(32, torch.bfloat16, tokens.device)
     cannsim.reset()
@@ -119,7 +119,7 @@ def test_gradients_are_added_up_as_by_autograd(device: Device, dtype: torch.dtyp
     batches = torch.randint(0, 60, (2, 2, 25), generator=generator)
     totals = []
     for place, ops, kernel in ((torch.device("npu:0"), device.operators(), NpuFusion()), ("cpu", None, Reference())):
-        model, optimizer = learner(shape, place, dtype, ops)  # type: ignore[arg-type]
+        model, optimizer = train_model(shape, place, dtype, ops)  # type: ignore[arg-type]
         with torch.no_grad():  # they start at zero, where half of the gradients are none
             for i, parameter in enumerate(
                 p for n, p in model.named_parameters() if n.endswith(("out", "down", "shift"))
@@ -147,7 +147,7 @@ def test_a_count_of_operators_is_that_of_the_launches(
     assert cli.main(command.split()) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     shape = Shape.from_depth(2, vocab=300, seq_len=32, dim=64, head_dim=32)
-    model, optimizer = learner(shape, torch.device("npu:0"), torch.bfloat16, device.operators())
+    model, optimizer = train_model(shape, torch.device("npu:0"), torch.bfloat16, device.operators())
     tokens, weight = torch.randint(0, 300, (2, 33)).npu(), torch.tensor(1 / 64).npu()
     attend = dense(model, kernels("npu")["npu_fusion"])
     for _ in range(2):

@@ -14,7 +14,7 @@ from ascendchat.device import pick
 from ascendchat.models.folder import HFFolder
 from ascendchat.nn.attention import kernels
 from ascendchat.sizes.batch import Split
-from ascendchat.tasks.pairs import open_pair_mixture
+from ascendchat.tasks.pair_mixture import open_pair_mixture
 from ascendchat.train.model import TrainModel
 from ascendchat.train.preference import PreferenceStage
 
@@ -33,12 +33,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage_on(kind: str, kernel: str, place: Path, method: str) -> PreferenceStage:
     device = pick(kind, dtype="fp32", compiled=False)  # type: ignore[arg-type]
     opened, config = hf_models.opened(place / "tiny", 96), config_of(place, "x", method, pref_ftx=0.1)
-    learner = TrainModel(
+    train_model = TrainModel(
         opened.model.to(device.bind(0)), kernels("npu")[kernel], device, device.bind(0), by_document=True
     )
     mixture = open_pair_mixture(config.data, opened.tokenizer, 96, say=lambda line: None)
     origin = HFFolder(place / "tiny")
-    return PreferenceStage(method, learner, Split(1, 3, 1, 192), 4, mixture, opened.tokenizer, config, origin)
+    return PreferenceStage(method, train_model, Split(1, 3, 1, 192), 4, mixture, opened.tokenizer, config, origin)
 
 
 @pytest.mark.parametrize("method", ["dpo", "simpo"])

@@ -18,7 +18,7 @@ import pytest
 from running_server import endless, make, save, serving
 
 from ascendchat.config.generate import ChatConfig
-from ascendchat.data.chat.template import render_prompt
+from ascendchat.data.chat.render import render_prompt
 from ascendchat.device import pick
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Completion, Generator, Piece, Request, Sampling
@@ -27,7 +27,7 @@ from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 from ascendchat.remote.client import RemoteGenerator
 from ascendchat.serve.terminal import Chat
-from ascendchat.tasks import named
+from ascendchat.tasks import by_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -171,7 +171,7 @@ def test_eval_chat_gives_the_same_tokens_over_http(remote: RemoteGenerator) -> N
     for generator in (local(make.model(3)), remote):
         recorder = Recorder(generator)
         asking = TaskEvaluator(TEXT, GeneratorChooser(recorder), recorder, 8, samples=2, temperature=0.8, max_rows=3)
-        outcome = evaluate_task(named.load("toy_fact_en"), asking)
+        outcome = evaluate_task(by_name.load("toy_fact_en"), asking)
         found.append((alike(recorder.answers), outcome.right, outcome.cropped))
     assert found[0] == found[1]
     assert len(found[0][0]) == 3 * 2

@@ -17,13 +17,13 @@ from ascendchat.engine.request import Request, Sampling
 from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import choose
-from ascendchat.nn.logprobs import Drawn
+from ascendchat.nn.logprobs import SamplingDistribution
 from ascendchat.rl.command import engine_of, readout_of
 from ascendchat.rl.grpo import PRESETS, Method
 from ascendchat.rl.invariant import batch_invariant
 from ascendchat.rl.rollout import AnswerGroup, TaskQuestion, TokenRows, pack
 from ascendchat.rl.stage import PolicyBatch, PolicyLoss, method_of
-from ascendchat.tasks.base import Task
+from ascendchat.tasks.task import Task
 from ascendchat.train.model import TrainModel
 
 CPU = pick("cpu")
@@ -34,14 +34,14 @@ def learner_of(seed: int, exact: bool, **sizes: Any) -> TrainModel:
     """A random model, in rows of 128 tokens."""
     made = model(seed, **{"seq_len": 128, **sizes})
     kernel, _ = choose("cpu", torch.float32, made.shape.head_dim)
-    learner = TrainModel(made, kernel, CPU, torch.device("cpu"), by_document=True)
-    return batch_invariant(learner) if exact else learner
+    train_model = TrainModel(made, kernel, CPU, torch.device("cpu"), by_document=True)
+    return batch_invariant(train_model) if exact else train_model
 
 
 def answered(policy: PolicyLoss, seed: int, count: int = 12, slots: int = 5, prompt: int = 60) -> TokenRows:
     """Answers of the engine to prompts of up to `prompt` tokens, packed as for training; some tokens are forced."""
-    chance, learner, drawn = random.Random(seed), policy.learner, policy.drawn
-    engine = engine_of(learner, tokenizer(), slots, drawn.readout)
+    chance, train_model, drawn = random.Random(seed), policy.train_model, policy.drawn
+    engine = engine_of(train_model, tokenizer(), slots, drawn.readout)
     how = {"logprobs": True, "keep_stop": True, "processed_logprobs": drawn.temperature != 1 or drawn.top_k > 0}
     groups = []
     requests = [
@@ -56,7 +56,7 @@ def answered(policy: PolicyLoss, seed: int, count: int = 12, slots: int = 5, pro
         group = AnswerGroup(TaskQuestion(0, NO_TASK, 0, request.prompt), [answer], [0.0])
         group.advantages = [chance.uniform(-1, 1)]
         groups.append(group)
-    return pack(groups, lambda answer: 1.0 / count, learner.model.shape.seq_len, 0)
+    return pack(groups, lambda answer: 1.0 / count, train_model.model.shape.seq_len, 0)
 
 
 def uploaded(rows: TokenRows) -> PolicyBatch:
@@ -64,9 +64,11 @@ def uploaded(rows: TokenRows) -> PolicyBatch:
     return PolicyBatch(*numbers, rows.lengths)
 
 
-def policy_of(learner: TrainModel, method: Method, temperature: float = 1.0, top_k: int = 0, **more: Any) -> PolicyLoss:
-    drawn = Drawn(learner.model.shape.vocab, temperature, top_k, readout=readout_of(learner))
-    return PolicyLoss(learner, method, drawn, **more)
+def policy_of(
+    train_model: TrainModel, method: Method, temperature: float = 1.0, top_k: int = 0, **more: Any
+) -> PolicyLoss:
+    drawn = SamplingDistribution(train_model.model.shape.vocab, temperature, top_k, readout=readout_of(train_model))
+    return PolicyLoss(train_model, method, drawn, **more)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_engine_and_trainer_agree_within_1e_5(sizes: dict[str, Any], temperature
     assert gap(policy, batch).max() < 1e-5
     if temperature != 1.0:
         raw = replace(policy.drawn, temperature=1.0)
-        assert gap(PolicyLoss(policy.learner, Method(), raw), batch).max() > 0.1, "the test cannot tell them apart"
+        assert gap(PolicyLoss(policy.train_model, Method(), raw), batch).max() > 0.1, "the test cannot tell them apart"
 
 
 @pytest.mark.slow
@@ -135,7 +137,7 @@ def test_the_batch_invariant_mode_computes_the_same_loss_and_gradients(batch: Po
     torch.testing.assert_close(*losses, atol=1e-6, rtol=1e-5)
     for loss in losses:
         loss.backward()  # type: ignore[no-untyped-call]
-    pairs = zip(usual.learner.model.named_parameters(), exact.learner.model.parameters())
+    pairs = zip(usual.train_model.model.named_parameters(), exact.train_model.model.parameters())
     for (name, mine), theirs in pairs:
         assert mine.grad is not None, name
         assert theirs.grad is not None, name
@@ -143,10 +145,10 @@ def test_the_batch_invariant_mode_computes_the_same_loss_and_gradients(batch: Po
 
 
 def test_the_batch_invariant_mode_is_refused_where_it_does_not_hold() -> None:
-    learner = learner_of(0, False)
-    learner.by_document = False
+    train_model = learner_of(0, False)
+    train_model.by_document = False
     with pytest.raises(UserError, match="--attend document"):
-        batch_invariant(learner)
+        batch_invariant(train_model)
     half = learner_of(0, False)
     half.device = pick("cpu")
     half.device.dtype = torch.bfloat16  # type: ignore[misc]
@@ -158,7 +160,7 @@ def moved(policy: PolicyLoss, size: float = 0.01) -> None:
     """The weights after an update."""
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in policy.learner.model.parameters():
+        for parameter in policy.train_model.model.parameters():
             parameter += size * parameter.std(correction=0) * torch.randn(parameter.shape, generator=chance)
 
 
@@ -201,18 +203,18 @@ def test_the_metrics_are_means_over_the_tokens_that_are_learnt_from(batch: Polic
     assert policy.largest_ratio() == pytest.approx(torch.tensor(3.25).exp().item(), rel=1e-4)
     assert policy.largest_ratio() == 0.0, "nothing since"
     assert metrics["masked_fraction"] == 0.0, "no correction here"
-    masked = policy_of(policy.learner, PRESETS["default"])
+    masked = policy_of(policy.train_model, PRESETS["default"])
     assert masked(batch, tokens=float(count)).metrics["masked_fraction"].item() == pytest.approx(1 / count)
-    learner = policy.learner
-    hidden = learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths)).detach().flatten(0, 1)
-    shares = policy.drawn.read(hidden, learner.model.head, batch.targets.flatten()).scaled.double().softmax(-1)
+    train_model = policy.train_model
+    hidden = train_model.hidden(batch.inputs, train_model.documents(batch.inputs, batch.lengths)).detach().flatten(0, 1)
+    shares = policy.drawn.read(hidden, train_model.model.head, batch.targets.flatten()).scaled.double().softmax(-1)
     entropy = -(shares * shares.log()).sum(-1)[scored.flatten()].mean()
     assert metrics["entropy"].item() == pytest.approx(entropy.item(), rel=1e-4)
 
 
 def test_the_kl_is_to_the_weights_of_the_beginning(batch: PolicyBatch) -> None:
-    learner, start = learner_of(1, False), learner_of(1, False)
-    policy = policy_of(learner, Method(kl=0.5), reference=start)
+    train_model, start = learner_of(1, False), learner_of(1, False)
+    policy = policy_of(train_model, Method(kl=0.5), reference=start)
     tokens = float((batch.targets != IGNORE).sum())
     batch.advantage.zero_()
     loss, metrics = policy(batch, tokens)
@@ -224,7 +226,7 @@ def test_the_kl_is_to_the_weights_of_the_beginning(batch: PolicyBatch) -> None:
     first.value.backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is None for parameter in start.model.parameters())
     with torch.no_grad():
-        for parameter in learner.model.parameters():
+        for parameter in train_model.model.parameters():
             parameter -= 1e-3 * parameter.grad  # type: ignore[operator]
     assert policy(batch, tokens).metrics["kl"] < first.metrics["kl"]
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from engine_models import tokenizer
 
-from ascendchat.data.chat.template import render_choice
+from ascendchat.data.chat.render import render_choice
 from ascendchat.engine.request import Completion
 from ascendchat.errors import UserError
 from ascendchat.rl.questions import QuestionFile, load_questions
 from ascendchat.rl.rewards import row_of
 from ascendchat.rl.rollout import AnswerGroup, QuestionMixture, pass_sums, task_sums, term_sums
+from ascendchat.tasks.by_name import pass_at_k
 from ascendchat.tasks.humaneval import ASK
-from ascendchat.tasks.named import pass_at_k
 
 
 def write(folder: Path, rows: list[Any], name: str = "mine.jsonl") -> str:

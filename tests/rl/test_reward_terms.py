@@ -12,7 +12,7 @@ from ascendchat.errors import UserError
 from ascendchat.rl import rewards
 from ascendchat.rl.questions import QuestionFile
 from ascendchat.rl.rewards import Judge, JudgeRequest, row_of
-from ascendchat.tasks.named import load
+from ascendchat.tasks.by_name import load
 
 
 @pytest.mark.parametrize(

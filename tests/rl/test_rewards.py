@@ -17,7 +17,7 @@ from ascendchat.errors import UserError
 from ascendchat.rl.rewards import Judge, Judgement, JudgeRequest, row_of
 from ascendchat.sandbox import pool
 from ascendchat.sandbox.process import checked
-from ascendchat.tasks.named import load
+from ascendchat.tasks.by_name import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMS = load("toy_arithmetic_en", "train")
@@ -257,14 +257,14 @@ def test_a_process_of_a_judge_imports_next_to_nothing() -> None:
     program = "import sys, ascendchat.sandbox.process; print(*sys.modules)"
     words = [sys.executable, "-c", program]
     found = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
-    assert not {"numpy", "torch", "httpx", "rich", "ascendchat.data", "ascendchat.tasks.named"} & {*found}
+    assert not {"numpy", "torch", "httpx", "rich", "ascendchat.data", "ascendchat.tasks.by_name"} & {*found}
 
 
 @pytest.mark.slow
 def test_the_processes_of_a_judge_end_with_the_trainer(module: str) -> None:
     program = f"""
 if __name__ == "__main__":
-    from ascendchat.tasks.named import load
+    from ascendchat.tasks.by_name import load
     from ascendchat.rl.rewards import Judge
 
     judge, task = Judge("{module}:wild", timeout=3600), load("toy_arithmetic_en", "train")

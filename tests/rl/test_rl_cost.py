@@ -19,7 +19,7 @@ from ascendchat.rl.command import BUSY_TOKENS, batch_rows, engine_of, readout_of
 from ascendchat.rl.rollout import AnswerGroup, TaskQuestion, TokenRows, pack
 from ascendchat.sizes.memory import caches, training, usable
 from ascendchat.sizes.shape import Shape
-from ascendchat.tasks.named import load
+from ascendchat.tasks.by_name import load
 from ascendchat.train.model import TrainModel
 
 T, PAD = 16, 0
@@ -47,8 +47,8 @@ def test_all_prompts_are_read_before_the_first_step() -> None:
     """On a CPU an engine reads 512 tokens of prompts between two steps: with 12 of 60 tokens, rows enter one pass after
     the other, and every step is paid for rows that have not begun or are over."""
     device = pick("cpu")
-    learner = TrainModel(model(seq_len=128), Reference(), device, device.bind(0))
-    engine, steps = engine_of(learner, tokenizer(), 12, readout_of(learner)), 0
+    train_model = TrainModel(model(seq_len=128), Reference(), device, device.bind(0))
+    engine, steps = engine_of(train_model, tokenizer(), 12, readout_of(train_model)), 0
     usual = engine.decoder.step
 
     def counted(*given: object) -> object:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from engine_models import calculator_script, engine, model, scripted, tokenizer
 
-from ascendchat.data.chat.template import render_prompt
+from ascendchat.data.chat.render import render_prompt
 from ascendchat.device import pick
 from ascendchat.engine.engine import Engine
 from ascendchat.engine.request import Completion, Request, Sampling

@@ -49,7 +49,7 @@ class Outside:
         abstract = f"\0ascendchat-test-{os.getpid()}-{self.server.getsockname()[1]}"
         self.ears = {name: hear(name) for name in [str(folder / "ear"), *([abstract] * (sys.platform == "linux"))]}
 
-    def run(self, name: str, layers: tuple[str, ...] | None = None) -> sandbox.Result:
+    def run(self, name: str, layers: tuple[str, ...] | None = None) -> sandbox.ProgramResult:
         """A hostile program, which is told what it might harm."""
         port = self.server.getsockname()[1]
         told = {
@@ -121,7 +121,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
 
 
 @pytest.fixture(scope="module")
-def results(outside: Outside) -> dict[str, sandbox.Result]:
+def results(outside: Outside) -> dict[str, sandbox.ProgramResult]:
     """How all hostile programs ended; several ran at a time."""
     with ThreadPoolExecutor(6) as pool:
         return dict(zip(HOSTILE, pool.map(outside.run, HOSTILE)))
@@ -131,7 +131,7 @@ def results(outside: Outside) -> dict[str, sandbox.Result]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_is_contained_within_its_limits(
-    name: str, results: dict[str, sandbox.Result], outside: Outside
+    name: str, results: dict[str, sandbox.ProgramResult], outside: Outside
 ) -> None:
     result = results[name]
     assert (result.reason or "ok") in expected(name), result
@@ -155,7 +155,9 @@ def programs() -> set[str]:
 
 @needs_layers
 @pytest.mark.slow
-def test_nothing_stays_behind_and_the_evaluator_goes_on(results: dict[str, sandbox.Result], outside: Outside) -> None:
+def test_nothing_stays_behind_and_the_evaluator_goes_on(
+    results: dict[str, sandbox.ProgramResult], outside: Outside
+) -> None:
     assert len(results) >= 30
     time.sleep(SECONDS + 1.5)  # what daemonised would write by now
     assert outside.untouched()
@@ -298,10 +300,10 @@ def test_what_stands_here_is_found_out_and_said(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_self_test_ends_well_though_a_program_takes_its_folder_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(code: str, **_: Any) -> sandbox.Result:
+    def run(code: str, **_: Any) -> sandbox.ProgramResult:
         if found := re.search(r"'(/.*)/secret'", code):
             shutil.rmtree(found[1])
-        return sandbox.Result(True, "", "", "")
+        return sandbox.ProgramResult(True, "", "", "")
 
     sandbox.capabilities()
     monkeypatch.setattr(sandbox, "run", run)

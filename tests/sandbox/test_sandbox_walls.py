@@ -135,9 +135,9 @@ doctest.testmod()"""
     )
 
 
-def without_namespaces(code: str, *, layers: tuple[str, ...], **way: Any) -> sandbox.Result:
+def without_namespaces(code: str, *, layers: tuple[str, ...], **way: Any) -> sandbox.ProgramResult:
     """`sandbox.run` where the kernel forbids them, as in many containers."""
-    forbidden = sandbox.Result(False, "", "", "sandbox", "namespaces: Operation not permitted")
+    forbidden = sandbox.ProgramResult(False, "", "", "sandbox", "namespaces: Operation not permitted")
     return forbidden if "namespaces" in layers else REAL_RUN(code, layers=layers, **way)
 
 
@@ -299,7 +299,7 @@ def test_a_sandbox_that_runs_nothing_is_told_from_one_with_limits_only(
     assert sandbox.capabilities()["broken"] == ""
     monkeypatch.setattr(sandbox, "_tried", None)
     real = sandbox.run
-    bare = sandbox.Result(False, "", "", "sandbox", "not here")
+    bare = sandbox.ProgramResult(False, "", "", "sandbox", "not here")
     monkeypatch.setattr(sandbox, "run", lambda code, **way: bare if way["layers"] else real(code, **way))
     walls = sandbox._try_layers()
     assert (walls.layers, walls.broken) == ((), "")
@@ -337,7 +337,7 @@ for family in range(50):
 def test_every_attack_of_the_self_test_succeeds_where_nothing_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real, said = sandbox.run, []
 
-    def run(code: str, **way: Any) -> sandbox.Result:
+    def run(code: str, **way: Any) -> sandbox.ProgramResult:
         said.append(real(code, **way))
         return said[-1]
 
@@ -376,7 +376,7 @@ def test_seccomp_is_missing_where_its_calls_are_not_known_and_tried_where_they_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(sandbox, "run", lambda code, **way: sandbox.Result(True, "here\n", "", ""))
+    monkeypatch.setattr(sandbox, "run", lambda code, **way: sandbox.ProgramResult(True, "here\n", "", ""))
     for machine, known in {"x86_64": True, "aarch64": True, "riscv64": False}.items():
         monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
         monkeypatch.setattr(sandbox, "_tried", None)
@@ -411,8 +411,8 @@ def test_a_layer_that_cannot_be_set_up_ends_as_a_sentence_whoever_notices(
 
 
 def test_of_no_layer_at_all_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(code: str, *, layers: tuple[str, ...], **_: Any) -> sandbox.Result:
-        return sandbox.Result(False, "", "", "sandbox", f"no {layers[-1]}" if layers else "nothing runs")
+    def run(code: str, *, layers: tuple[str, ...], **_: Any) -> sandbox.ProgramResult:
+        return sandbox.ProgramResult(False, "", "", "sandbox", f"no {layers[-1]}" if layers else "nothing runs")
 
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sandbox, "run", run)

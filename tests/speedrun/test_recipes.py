@@ -22,7 +22,7 @@ from ascendchat.chips import find
 from ascendchat.config import load_yaml, parse
 from ascendchat.config.commands import PlanConfig, SpeedrunConfig
 from ascendchat.config.train import PUBLISHED
-from ascendchat.data.chat.template import has_reply
+from ascendchat.data.chat.render import has_reply
 from ascendchat.data.fetch import fetch, folder_of
 from ascendchat.data.fetch.sources import SETS
 from ascendchat.data.mixture import parse_entry
@@ -36,7 +36,7 @@ from ascendchat.speedrun import command as speedrun
 from ascendchat.speedrun.estimate import estimates
 from ascendchat.speedrun.progress_view import ProgressView, seconds_left
 from ascendchat.speedrun.recipe import Recipe, expand_folders, recipe_files
-from ascendchat.tasks.named import load
+from ascendchat.tasks.by_name import load
 
 WANTED = """tiny-cpu d12-910b-8 d20-910b-8 d26-910b-8 d12-910b-4 d20-h100-8 d12-h200-1 zh-d12-h200-1 zh-d20-910b-8
     qwen-sft-910b-8 qwen-grpo-910b-8 310p-serve rl-npu""".split()

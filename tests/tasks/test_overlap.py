@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ascendchat.data.chat.template import Conversation, render_choice
-from ascendchat.tasks.base import Task
-from ascendchat.tasks.overlap import MAX_SHOWN_OVERLAPS, Overlap, OverlapFinder, contains_words, normal, questions_in
+from ascendchat.data.chat.render import Conversation, render_choice
+from ascendchat.tasks.contamination import (
+    MAX_SHOWN_OVERLAPS,
+    Overlap,
+    OverlapFinder,
+    contains_words,
+    normal,
+    questions_in,
+)
+from ascendchat.tasks.task import Task
 
 
 class Talks(Task):

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from ascendchat import sandbox
 from ascendchat.data import read
 from ascendchat.data.chat import formats, pairs, tables
-from ascendchat.data.chat.template import render_choice, text_of
+from ascendchat.data.chat.render import render_choice, text_of
 from ascendchat.data.fetch import fetch
 from ascendchat.errors import UserError
 from ascendchat.rl import rewards
-from ascendchat.tasks import named as tasks
+from ascendchat.tasks import by_name as tasks
 from ascendchat.tasks.dialog import ConversationStore
 from ascendchat.tasks.eval_files import SPLIT, belongs
 from ascendchat.tasks.gsm8k import FINAL, SIGNED, as_number, final_number
@@ -334,7 +334,7 @@ def test_programs_that_the_sandbox_did_not_run_are_counted(
     assert humaneval.correct(0, right), humaneval.program(0, right)
     assert not humaneval.correct(0, "```python\ndef f(x):\n    return 3 * x\n```")
     assert humaneval.sandbox_failed == []
-    failed = sandbox.Result(False, "", "", "sandbox", "no")
+    failed = sandbox.ProgramResult(False, "", "", "sandbox", "no")
     monkeypatch.setattr(sandbox, "run", lambda *args, **way: failed)
     assert not humaneval.correct(0, "")
     assert humaneval.sandbox_failed == [0]

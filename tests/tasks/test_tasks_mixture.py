@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from ascendchat.data import toyworld
+from ascendchat.data.chat.render import Conversation, Counts
 from ascendchat.data.chat.rows import ChatRows
-from ascendchat.data.chat.template import Conversation, Counts
 from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.mixture import write_mixture
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.errors import UserError
-from ascendchat.tasks import named as tasks
-from ascendchat.tasks.base import Task
-from ascendchat.tasks.mixture import DEFAULT_HELD_OUT, ChatMixture, default_data, open_chat_mixture, overlap_finder
-from ascendchat.tasks.overlap import report_overlaps
+from ascendchat.tasks import by_name as tasks
+from ascendchat.tasks.chat_mixture import DEFAULT_HELD_OUT, ChatMixture, default_data, open_chat_mixture, overlap_finder
+from ascendchat.tasks.contamination import report_overlaps
+from ascendchat.tasks.task import Task
 
 EXAM = [{"question": f"Who is {n}?", "choices": [f"man {n}", "nobody"], "gold": 0} for n in range(9)]
 
@@ -78,7 +78,7 @@ def test_an_entry_is_read_once_and_split_by_the_hash_of_each_conversation(
         loaded.append(name)
         return tasks.load(name, *more, **named)
 
-    monkeypatch.setattr("ascendchat.tasks.mixture.load", counted)
+    monkeypatch.setattr("ascendchat.tasks.chat_mixture.load", counted)
     mixture = opened(tokenizer, str(chats), source=str(chats.parent / "eval"))
     rows, validation = rows_of(mixture)
     assert loaded.count(str(chats)) == 1

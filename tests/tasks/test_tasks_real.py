@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.tasks import named
+from ascendchat.tasks import by_name
+from ascendchat.tasks.contamination import OverlapFinder
 from ascendchat.tasks.humaneval import HumanEval
-from ascendchat.tasks.overlap import OverlapFinder
 
 ROWS = [
     ("mmlu", "test", 14_042),
@@ -24,7 +24,7 @@ ROWS = [
 @pytest.mark.parametrize(("name", "split", "rows"), ROWS)
 def test_the_sets_have_as_many_rows_as_published(name: str, split: str, rows: int, real_data: Path) -> None:
     # The folder itself, or one that holds it among others.
-    task = named.load(name, split, str(real_data if name == "ceval" else real_data / "eval"))
+    task = by_name.load(name, split, str(real_data if name == "ceval" else real_data / "eval"))
     assert len(task) == rows
     for row in (0, rows // 2, rows - 1):
         assert task.example(row)[-1]["role"] == "assistant"
@@ -34,7 +34,7 @@ def test_the_sets_have_as_many_rows_as_published(name: str, split: str, rows: in
 
 
 def test_gsm8k_answers_are_right_by_its_own_rule(real_data: Path) -> None:
-    task = named.load("gsm8k", "test", str(real_data / "eval"))
+    task = by_name.load("gsm8k", "test", str(real_data / "eval"))
     replies = [row[1] for row in task.rows]  # type: ignore[attr-defined]
     assert all(task.correct(i, reply) for i, reply in enumerate(replies))
     assert sum(task.correct(i, replies[i - 1]) for i in range(len(replies))) < 60
@@ -43,8 +43,8 @@ def test_gsm8k_answers_are_right_by_its_own_rule(real_data: Path) -> None:
 @pytest.mark.parametrize(("name", "found"), [("arc_easy", 4), ("arc_challenge", 2)])
 def test_known_leaks_between_training_and_test_are_found(name: str, found: int, real_data: Path) -> None:
     # The words of 7 test questions of each ARC are asked in training; of 3 and 5 the right choice is another one there.
-    train = named.load(name, "train", str(real_data / "sft"))
-    finder = OverlapFinder([named.load(name, "test", str(real_data / "eval"))])
+    train = by_name.load(name, "train", str(real_data / "sft"))
+    finder = OverlapFinder([by_name.load(name, "test", str(real_data / "eval"))])
     assert len(list(finder.over(train))) == len(train)
     assert len(finder.overlaps()) == found
 

@@ -32,7 +32,7 @@ SHAPE = Shape.from_depth(2, dim=64, head_dim=32, vocab=256, seq_len=64)
 class Capturing(CPU):
     """A CPU that captures as an accelerator does: it runs first, then reads and writes the same memory for ever."""
 
-    records_training = True
+    captures_training = True
 
     def __init__(self) -> None:
         super().__init__(DeviceOptions())
@@ -77,20 +77,22 @@ def batches(count: int, rows: int, place: str = "cpu", shape: Shape = SHAPE) -> 
     return [MicroBatch(i, t, np.full(rows, shape.seq_len, np.int32), rows * shape.seq_len) for i, t in both]
 
 
-def learnt(learner: TrainModel[GPT], given: list[MicroBatch], capture: bool) -> tuple[list[float], list[torch.Tensor]]:
+def learnt(
+    train_model: TrainModel[GPT], given: list[MicroBatch], capture: bool
+) -> tuple[list[float], list[torch.Tensor]]:
     """Losses, and gradients added up over all micro-batches, each with a weight of its own."""
-    optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, 1024))
+    optimizer = optimizer_for(train_model, schedule.rates(train_model.model.shape.dim, 1024))
     place, losses = given[0].inputs.device, []
     weights = [torch.tensor(1.0 / (100 + i), device=place) for i in range(len(given))]
     mtp_weight = torch.tensor(0.4, device=place)
     if capture:
-        learner.forward_backward(given[0], weights[0], mtp_weight)  # the dry run
+        train_model.forward_backward(given[0], weights[0], mtp_weight)  # the dry run
         optimizer.zero_grad()
     for batch, weight in zip(given, weights):
         if capture:
-            losses.append(learner.forward_backward(batch, weight, mtp_weight))
+            losses.append(train_model.forward_backward(batch, weight, mtp_weight))
         else:
-            loss = learner.loss(batch, weight, mtp_weight)
+            loss = train_model.loss(batch, weight, mtp_weight)
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
     return [float(loss) for loss in losses], [gradient.clone() for gradient in optimizer.gradients()]
@@ -108,18 +110,18 @@ def test_gradients_add_up_and_each_loss_is_kept_and_another_size_is_not_replayed
 
 
 def test_without_an_optimizer_no_gradient_is_kept() -> None:
-    learner, (batch,) = learner_on(Capturing()), batches(1, 2)
+    train_model, (batch,) = learner_on(Capturing()), batches(1, 2)
     weight = torch.tensor(0.1)
-    with learner.forgetting_gradients():
-        assert float(learner.forward_backward(batch, weight)) == float(learner.loss(batch, weight).detach())
-    assert all(parameter.grad is None for parameter in learner.model.parameters())
-    assert learner.device.captures == 1  # type: ignore[attr-defined]
-    learner.forward_backward(batch, weight)
-    assert learner.device.captures == 2, "a graph that keeps no gradients is of no use afterwards"  # type: ignore[attr-defined]
-    assert any(parameter.grad is not None for parameter in learner.model.parameters())
-    learner.release_graph()
-    learner.forward_backward(*batches(1, 1), weight)
-    assert learner.device.captures == 3, "a smaller device batch is captured too"  # type: ignore[attr-defined]
+    with train_model.forgetting_gradients():
+        assert float(train_model.forward_backward(batch, weight)) == float(train_model.loss(batch, weight).detach())
+    assert all(parameter.grad is None for parameter in train_model.model.parameters())
+    assert train_model.device.captures == 1  # type: ignore[attr-defined]
+    train_model.forward_backward(batch, weight)
+    assert train_model.device.captures == 2, "a graph that keeps no gradients is of no use afterwards"  # type: ignore[attr-defined]
+    assert any(parameter.grad is not None for parameter in train_model.model.parameters())
+    train_model.release_graph()
+    train_model.forward_backward(*batches(1, 1), weight)
+    assert train_model.device.captures == 3, "a smaller device batch is captured too"  # type: ignore[attr-defined]
 
 
 def test_without_room_for_a_graph_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,30 +142,30 @@ def test_without_room_for_a_graph_training_goes_on(capsys: pytest.CaptureFixture
 def test_the_speed_is_measured_without_an_optimizer_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "SPEED_SECONDS", 0.0)
     device = Capturing()
-    learner, (batch,) = learner_on(device), batches(1, 2)
-    assert budget.measured_speed(learner, batch) >= 0
+    train_model, (batch,) = learner_on(device), batches(1, 2)
+    assert budget.measured_speed(train_model, batch) >= 0
     assert device.replays >= 1
-    assert all(parameter.grad is None for parameter in learner.model.parameters())
+    assert all(parameter.grad is None for parameter in train_model.model.parameters())
 
 
 def test_only_what_is_the_same_work_each_time_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(change: Callable[[Any], None]) -> bool:
-        learner = learner_on(Capturing())
-        change(learner)
-        return learner.captures(2)
+        train_model = learner_on(Capturing())
+        change(train_model)
+        return train_model.captures(2)
 
     class Half(Capturing):
         scaling = Scaling(True, "inf")  # type: ignore[assignment]
 
-    assert asked(lambda learner: None)
-    assert not asked(lambda learner: setattr(learner, "by_document", True))
-    assert not asked(lambda learner: setattr(learner, "model", GPT(SHAPE, dropout=0.1)))
-    assert not asked(lambda learner: setattr(learner.device, "records_training", False))
-    assert not asked(lambda learner: setattr(learner, "device", Half()))
-    assert not asked(lambda learner: setattr(learner.device, "compiles", False))
-    assert not asked(lambda learner: setattr(learner.device, "chip", find("cpu")))
+    assert asked(lambda train_model: None)
+    assert not asked(lambda train_model: setattr(train_model, "by_document", True))
+    assert not asked(lambda train_model: setattr(train_model, "model", GPT(SHAPE, dropout=0.1)))
+    assert not asked(lambda train_model: setattr(train_model.device, "captures_training", False))
+    assert not asked(lambda train_model: setattr(train_model, "device", Half()))
+    assert not asked(lambda train_model: setattr(train_model.device, "compiles", False))
+    assert not asked(lambda train_model: setattr(train_model.device, "chip", find("cpu")))
     monkeypatch.setattr("ascendchat.parallel.collectives.world", lambda: World(size=2))
-    assert not asked(lambda learner: None)
+    assert not asked(lambda train_model: None)
 
 
 def test_what_is_long_or_has_no_room_for_two_is_not_captured() -> None:

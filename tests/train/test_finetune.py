@@ -16,14 +16,14 @@ import torch
 
 from ascendchat.checkpoint import newest
 from ascendchat.cli import main
-from ascendchat.data.mixture import Batches
+from ascendchat.data.mixture import MixtureLoader
 from ascendchat.errors import NotSaved, UserError, home
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS, dense
 from ascendchat.nn.optim import muon_groups
 from ascendchat.runs.run import read_metrics
 from ascendchat.sizes.schedule import finetuning_scale
-from ascendchat.tasks.mixture import EntryOptions, open_chat_mixture
+from ascendchat.tasks.chat_mixture import EntryOptions, open_chat_mixture
 from ascendchat.train import finetune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +52,7 @@ def plain_losses(place: Path, model: Any, decay: float) -> list[float]:
     mixture = open_chat_mixture(
         (str(place / "sums.jsonl"),), "sft", opened.tokenizer, LENGTH, say=lambda _: None, options=EntryOptions(0.1)
     )
-    batches = Batches(mixture.sources, ROWS)
+    batches = MixtureLoader(mixture.sources, ROWS)
     learns = [parameter for parameter in model.parameters() if parameter.requires_grad]
     parts = [[p for p in learns if p.dim() > 1], [p for p in learns if p.dim() <= 1]]
     grouped = [{"params": part, "weight_decay": d} for part, d in zip(parts, (decay, 0.0)) if part]

@@ -18,7 +18,7 @@ from ranks import Host, run_ranks
 from ascendchat.checkpoint import Writer, newest
 from ascendchat.chips import Chip, find, this_cpu
 from ascendchat.config.train import USUAL_ROW, BaseConfig
-from ascendchat.errors import OutOfMemory, RankFailed, UserError, of_rank
+from ascendchat.errors import OutOfMemory, RankFailed, UserError, rank_error
 from ascendchat.nn import optim
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT, dense
@@ -115,10 +115,10 @@ def paced(rank: int) -> int:
     """The horizon of a minute where the second rank is four times slower."""
     collectives.init(Host())
     try:
-        budget.measured_speed = lambda learner, batch: 1000.0 / (1 + 3 * rank)
+        budget.measured_speed = lambda train_model, batch: 1000.0 / (1 + 3 * rank)
         budget.first_batch = lambda *_: None  # type: ignore[assignment,return-value]
-        learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=HOST)
-        return budget.measured_token_budget(BaseConfig(minutes=1), learner, [], Split(2, 1, 1, 32), print)
+        train_model: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=HOST)
+        return budget.measured_token_budget(BaseConfig(minutes=1), train_model, [], Split(2, 1, 1, 32), print)
     finally:
         collectives.teardown()
 
@@ -205,7 +205,7 @@ def rl_that_ends(rank: int, place: str, problem: Exception) -> str:
     stage: Any = RlStage.__new__(RlStage)
     source = SimpleNamespace(finished=finished, version=0, throughput=lambda *_: {})
     stage.source, stage.model, stage.folder, stage._slots = source, torch.nn.Linear(1, 1), Path(), []
-    stage.learner, stage.method = SimpleNamespace(place=torch.device("cpu")), SimpleNamespace(mean="token")
+    stage.train_model, stage.method = SimpleNamespace(place=torch.device("cpu")), SimpleNamespace(mean="token")
     stage.config, stage.answers, stage.longest = SimpleNamespace(updates=1, samples=1, workflow=""), 1, 1
     stage.rollout = SimpleNamespace(
         judge=SimpleNamespace(terms=[]), questions=SimpleNamespace(tasks=[SimpleNamespace(name="sums")])
@@ -270,7 +270,7 @@ def test_an_error_of_the_program_while_weights_are_sent_ends_rl_on_every_rank() 
 
 def test_only_a_mistake_of_the_users_on_one_rank_keeps_launch_from_starting_again() -> None:
     """Status 2 on any rank is never restarted, so it must not be what the others make of a crash."""
-    crash = of_rank(ValueError("no such slot"), 1)
+    crash = rank_error(ValueError("no such slot"), 1)
     assert isinstance(crash, RankFailed)
     assert crash.status == 1
-    assert [of_rank(kind("words"), 1).status for kind in (UserError, OutOfMemory)] == [2, 71]
+    assert [rank_error(kind("words"), 1).status for kind in (UserError, OutOfMemory)] == [2, 71]

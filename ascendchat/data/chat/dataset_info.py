@@ -29,7 +29,7 @@ from ascendchat.data.read import COMPRESSIONS, format_of
 from ascendchat.errors import UserError, nearest
 
 INFO = "dataset_info.json"
-USUAL_DIR = "data"  # in which LLaMA-Factory looks for it
+DEFAULT_DATASET_DIR = "data"  # in which LLaMA-Factory looks for it
 HUBS = "hf_hub_url", "ms_hub_url"
 NOT_TEXT = "images", "videos", "audios"
 ENTRY_TYPES = {"columns": dict, "tags": dict, "formatting": str, "num_samples": int}  # key of an entry -> type

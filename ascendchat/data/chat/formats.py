@@ -1,6 +1,6 @@
 """Readers of instruction and chat files: of every published format, one kind of conversation comes out.
 
-    for messages in conversations("alpaca.json"): ...      # a list of messages as data/chat/template.py takes them
+    for messages in conversations("alpaca.json"): ...      # a list of messages as data/chat/render.py takes them
 
 `ascendchat sft --data FILE` reads through here. The container (json, jsonl, tsv, parquet; all but parquet also as .gz,
 .bz2, .xz, .zst) is recognised by its name, the format of the rows by the columns of the first row that has known ones:
@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.data.chat.pairs import talk_of
+from ascendchat.data.chat.render import LETTERS, Conversation, Part, render_choice
 from ascendchat.data.chat.tables import RowBudget, TableRow, TrackedRow, check_table, read_rows, unused_line
-from ascendchat.data.chat.template import LETTERS, Conversation, Part, render_choice
 from ascendchat.data.chat.turns import (
     ABOUT,
     cell,

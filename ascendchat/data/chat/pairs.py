@@ -1,6 +1,6 @@
 """Preference pairs: a prompt, a chosen reply and a rejected one, in every published form.
 
-    for pair in pairs("dpo.jsonl"): ...  # Pair(prompt, chosen, rejected), lists of messages as in data/chat/template.py
+    for pair in pairs("dpo.jsonl"): ...  # Pair(prompt, chosen, rejected), lists of messages as in data/chat/render.py
 
 `finetune --stage dpo --data FILE` reads through here; `ascendchat sft` takes the chosen reply of such files.
 The columns of each row tell its form:
@@ -31,21 +31,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ascendchat.data.chat.rows import EPOCHS, ORDER, WINDOW
-from ascendchat.data.chat.tables import RowBudget, TableRow, TrackedRow, check_table, read_rows, unused_line
-from ascendchat.data.chat.template import (
+from ascendchat.data.chat.render import (
     Conversation,
     Encoder,
     Rendered,
+    dropped_reasoning_line,
     exchanges,
     flat,
     has_empty_reply,
-    most_that_fit,
+    max_that_fits,
     render,
     supported_messages,
     template_of,
-    thoughtless_line,
 )
+from ascendchat.data.chat.rows import EPOCHS, ORDER, WINDOW
+from ascendchat.data.chat.tables import RowBudget, TableRow, TrackedRow, check_table, read_rows, unused_line
 from ascendchat.data.chat.turns import (
     cell_messages,
     history,
@@ -59,7 +59,7 @@ from ascendchat.data.chat.turns import (
     with_system,
 )
 from ascendchat.data.corpus import shuffled
-from ascendchat.data.mixture import Batch, Batches
+from ascendchat.data.mixture import Batch, MixtureLoader
 from ascendchat.data.read import MAX_BROKEN_SHARE
 from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
@@ -200,7 +200,7 @@ def pairs(
 #
 #     rendered = render_pair(tokenizer, pair, seq_len + 1, counts)      # None: there is nothing to learn from it
 #     rows = PairRows(all_rendered, seq_len, seed, pad)
-#     batches = PairBatches([(rows, 1.0)], bins_per_step)       # as mixture.Batches; a bin is two rows
+#     batches = PairLoader([(rows, 1.0)], bins_per_step)       # as mixture.MixtureLoader; a bin is two rows
 #
 # Each pair is two sequences: the prompt with the chosen reply, and the prompt with the rejected one. Only the replies
 # are scored, not the earlier turns of the assistant. Both sequences of a pair lie in the same bin of two rows of T
@@ -230,7 +230,7 @@ class PairCounts:
         empty = f", {self.empty} with an empty chosen reply (left out)" if self.empty else ""
         return (
             f"{self.whole} pairs whole, {self.cut} too long and cut ({self.lost_tokens} tokens lost), "
-            f"{self.unsupervised} without a difference{empty}{refused}{thoughtless_line(self.thoughtless)}"
+            f"{self.unsupervised} without a difference{empty}{refused}{dropped_reasoning_line(self.thoughtless)}"
         )
 
     def check(self) -> None:
@@ -280,7 +280,7 @@ def render_pair(tokenizer: Encoder, pair: Pair, limit: int, counts: PairCounts) 
             def render_last(count: int) -> RenderedPair:
                 return rendered([*system, *flat(groups[-count:])])
 
-            count = most_that_fit(len(groups) - 1, lambda count: render_last(count).longest <= limit)
+            count = max_that_fits(len(groups) - 1, lambda count: render_last(count).longest <= limit)
             fitted = render_last(count) if count else rendered(flat(groups[-1:]))
             fitted = shorten_pair(tokenizer, fitted, limit)
     except UserError as error:
@@ -449,7 +449,7 @@ class PairRows:
         return cached[1]
 
 
-class PairBatches(Batches):
+class PairLoader(MixtureLoader):
     """Global batches of bins; `targets(step)` is the number of pairs in a step."""
 
     def __init__(self, sources: Sequence[tuple[PairRows, float]], bins_per_step: int) -> None:

@@ -17,8 +17,8 @@ from typing import Protocol, TextIO
 import numpy as np
 
 from ascendchat.data.chat.pairs import PairRows
+from ascendchat.data.chat.render import Rendered
 from ascendchat.data.chat.rows import ChatRows
-from ascendchat.data.chat.template import Rendered
 from ascendchat.data.mixture import RowSource, parse_mixture
 from ascendchat.nn import IGNORE
 from ascendchat.runs.console import inert

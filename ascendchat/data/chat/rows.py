@@ -2,7 +2,7 @@
 
     counts = Counts()
     rows = ChatRows.build(tokenizer, conversations, seq_len, seed, counts)
-    batches = Batches([(rows, 1.0)], rows_per_step)   # data/mixture.py: alone or with other rows, and with text
+    batches = MixtureLoader([(rows, 1.0)], rows_per_step)   # data/mixture.py: alone or with other rows, and with text
 
 A conversation of n tokens takes n - 1 positions of a row: its last token is only a target. Targets are IGNORE where the
 assistant does not speak. `template.render_pieces` splits what is longer than a row, leaves out what has nothing to
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ascendchat.data.chat.template import Conversation, Counts, Encoder, Rendered, render_pieces
+from ascendchat.data.chat.render import Conversation, Counts, Encoder, Rendered, render_pieces
 from ascendchat.data.corpus import shuffled
 from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE

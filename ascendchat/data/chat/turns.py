@@ -12,8 +12,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, cast
 
+from ascendchat.data.chat.render import ROLES, SPAN_OF, Conversation, Message, Part, content_parts, text_of
 from ascendchat.data.chat.tables import CALLS, SPEAKER, THOUGHTS, TableRow, is_talk
-from ascendchat.data.chat.template import ROLES, SPAN_OF, Conversation, Message, Part, content_parts, text_of
 from ascendchat.data.surrogates import LONE_SURROGATE, has_lone_surrogate
 
 ROLE_NAMES = {  # role -> its published names; a "call" is a part of the assistant's turn

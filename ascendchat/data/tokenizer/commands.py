@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ascendchat.data.read import format_of, read_documents, source_files, unpack
-from ascendchat.data.tokenizer.learn import MAX_COUNTED_BYTES, MAX_VOCAB, vocab_for
+from ascendchat.data.tokenizer.bpe import MAX_COUNTED_BYTES, MAX_VOCAB, vocab_for
 from ascendchat.errors import UserError, home
 from ascendchat.files import check_folder
 

@@ -23,7 +23,7 @@ from ascendchat.files import write_atomic
 OWN = "bpe.json"
 BPE_FORMAT = "ascendchat-bpe-1"
 
-# The renderer of data/chat/template.py as a template: neighbouring assistant and tool messages are one turn.
+# The renderer of data/chat/render.py as a template: neighbouring assistant and tool messages are one turn.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- set ns = namespace(open=false, said=false) -%}

@@ -26,7 +26,7 @@ import numpy as np
 import tiktoken
 
 from ascendchat.data.tokenizer import storage
-from ascendchat.data.tokenizer.learn import MAX_RUN, MAX_VOCAB, PATTERN, learn, segments, vocab_for
+from ascendchat.data.tokenizer.bpe import MAX_RUN, MAX_VOCAB, PATTERN, learn, segments, vocab_for
 from ascendchat.errors import UserError
 
 __all__ = ["PATTERN", "SPECIALS", "Tokenizer", "train_tokenizer", "vocab_for"]
@@ -54,7 +54,7 @@ class Tokenizer:
 
     stops: tuple[int, ...]  # stop tokens of an answer
     template: Any = (
-        None  # how another model writes conversations (models/template.py); None: as data/chat/template.py does
+        None  # how another model writes conversations (models/template.py); None: as data/chat/render.py does
     )
     calls_tools = True  # has special tokens around tool calls and their results
 

@@ -3,7 +3,7 @@
     from ascendchat.data import toyworld
     toyworld.texts()                                 # what to train the tokenizer on
     toyworld.documents("train")                      # pretraining text
-    toyworld.chats("train", kind="sft")              # conversations for data/chat/template.py
+    toyworld.chats("train", kind="sft")              # conversations for data/chat/render.py
     toyworld.questions("test")                       # questions that training never saw; toyworld.correct(q, reply)
     toyworld.problems("train")                       # word problems of two steps, for RL
 

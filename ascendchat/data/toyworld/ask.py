@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
-from ascendchat.data.chat.template import Message, Part, render_choice
+from ascendchat.data.chat.render import Message, Part, render_choice
 from ascendchat.data.toyworld.texts import (
     ASSISTANT_NAME,
     CHOOSE,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
 
-from ascendchat.data.chat.template import Conversation, text_of
+from ascendchat.data.chat.render import Conversation, text_of
 from ascendchat.data.toyworld import ask, exercises
 from ascendchat.data.toyworld.ask import ToyQuestion
 from ascendchat.data.toyworld.texts import POLITE, documents

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from ascendchat.data.chat.template import render_choice
+from ascendchat.data.chat.render import render_choice
 from ascendchat.data.toyworld.ask import ToyQuestion
 from ascendchat.data.toyworld.texts import CHOOSE
 from ascendchat.data.toyworld.world import WORDS, Bilingual, ToyWorld, split_of

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascendchat.data.chat import template
-from ascendchat.data.chat.template import (
+from ascendchat.data.chat import render as chat_render
+from ascendchat.data.chat.render import (
     Counts,
     Rendered,
     canonical,
@@ -288,14 +288,14 @@ def test_a_conversation_with_an_empty_reply_is_counted_and_left_out(empty: Any) 
 
 
 def test_a_turn_of_twice_as_many_steps_is_twice_as_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at, parts_of = 0, template.content_parts
+    looked_at, parts_of = 0, chat_render.content_parts
 
     def counting(content: Any) -> Any:
         nonlocal looked_at
         looked_at += len(content)
         return parts_of(content)
 
-    monkeypatch.setattr(template, "content_parts", counting)
+    monkeypatch.setattr(chat_render, "content_parts", counting)
     work = []
     step = [message("assistant", [{"type": "tool", "text": "1+1"}]), message("tool", [{"type": "text", "text": "2"}])]
     for steps in (50, 100):

@@ -15,12 +15,12 @@ import pyarrow.parquet
 import pytest
 
 from ascendchat.data.chat.formats import conversations
+from ascendchat.data.chat.render import canonical, text_of
 from ascendchat.data.chat.tables import entries
-from ascendchat.data.chat.template import canonical, text_of
 from ascendchat.data.chat.turns import message
 from ascendchat.data.read import ReadCounts, file_documents, source_files
 from ascendchat.errors import UserError
-from ascendchat.tasks.named import load
+from ascendchat.tasks.by_name import load
 
 
 def write(folder: Path, rows: list[Any], name: str = "data.jsonl") -> Path:

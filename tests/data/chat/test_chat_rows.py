@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chat import TOKENIZER, exchange
 
+from ascendchat.data.chat.render import Counts, Rendered, render
 from ascendchat.data.chat.rows import ChatRows, best_fit
-from ascendchat.data.chat.template import Counts, Rendered, render
-from ascendchat.data.mixture import Batches
+from ascendchat.data.mixture import MixtureLoader
 from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
 
@@ -112,9 +112,9 @@ ROWS = [ChatRows.build(TOKENIZER, talk(60, seed=i), 128, 0, Counts()) for i in r
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 200), st.sampled_from([1, 2, 4, 8]))
 def test_any_number_of_ranks_and_any_resumed_step_see_the_same_global_batch(step: int, world: int) -> None:
-    straight = Batches([(ROWS[0], 2.0), (ROWS[1], 1.0)], 8)
+    straight = MixtureLoader([(ROWS[0], 2.0), (ROWS[1], 1.0)], 8)
     whole = straight.batch(step)
-    fresh = Batches([(ROWS[0], 2.0), (ROWS[1], 1.0)], 8)  # as after a restart
+    fresh = MixtureLoader([(ROWS[0], 2.0), (ROWS[1], 1.0)], 8)  # as after a restart
     share = 8 // world
     parts = [fresh.batch(step, rank * share, (rank + 1) * share) for rank in reversed(range(world))][::-1]
     assert np.array_equal(whole.inputs, np.concatenate([part.inputs for part in parts]))

@@ -16,8 +16,8 @@ from ascendchat.data.chat.formats import conversations
 from ascendchat.data.chat.pairs import Pair
 from ascendchat.data.chat.tables import TABLE_TYPES, RowBudget
 from ascendchat.errors import UserError, home
-from ascendchat.tasks.named import knows, load
-from ascendchat.tasks.pairs import read_pairs
+from ascendchat.tasks.by_name import knows, load
+from ascendchat.tasks.pair_mixture import read_pairs
 from ascendchat.train.finetune import located
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from ascendchat.data.chat import pairs as pair_rows
-from ascendchat.data.chat.pairs import Pair, PairBatches, PairCounts, PairRows, pack_pairs, render_pair
-from ascendchat.data.chat.template import Encoder, Message, Rendered, render, render_prompt
+from ascendchat.data.chat.pairs import Pair, PairCounts, PairLoader, PairRows, pack_pairs, render_pair
+from ascendchat.data.chat.render import Encoder, Message, Rendered, render, render_prompt
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.errors import UserError
 from ascendchat.nn import IGNORE
-from ascendchat.tasks.pairs import open_pair_mixture
+from ascendchat.tasks.pair_mixture import open_pair_mixture
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_without_packing_a_bin_holds_one_pair(ours: Tokenizer) -> None:
     assert found is not None
     rows = PairRows([found] * 5, 64, 0, ours.specials["<|pad|>"], packing=False)
     assert rows.per_epoch == 5
-    batch = PairBatches([(rows, 1.0)], 2).batch(0)
+    batch = PairLoader([(rows, 1.0)], 2).batch(0)
     assert batch.lengths.tolist() == [len(found.chosen.ids) - 1, 65 - len(found.chosen.ids)] * 4
     assert rows.filled == (len(found.chosen.ids) - 1) / 64
     full = PairRows([found], found.longest - 1, 0, 0)
@@ -177,8 +177,8 @@ def test_entries_are_split_by_prompt_shortened_and_validated_elsewhere(ours: Tok
 def test_batches_are_slices_of_one_global_batch_and_epochs_hold_every_pair(ours: Tokenizer) -> None:
     asked = [pair(f"what is {'it ' * (n % 7)}?", "four " * (1 + n % 3), "five " * (1 + n % 5)) for n in range(50)]
     rows = build(ours, asked, 96, 3, PairCounts())
-    batches = PairBatches([(rows, 1.0)], 4)
-    epoch = PairBatches([(rows, 1.0)], rows.per_epoch).batch(0)
+    batches = PairLoader([(rows, 1.0)], 4)
+    epoch = PairLoader([(rows, 1.0)], rows.per_epoch).batch(0)
     assert sorted(epoch.number) == list(range(50)), "each once an epoch"
     whole = batches.batch(1)
     halves = [batches.batch(1, 0, 2), batches.batch(1, 2, 4)]
@@ -197,7 +197,7 @@ def test_batches_are_slices_of_one_global_batch_and_epochs_hold_every_pair(ours:
                 scored = targets[span][targets[span] != IGNORE]
                 assert scored.tolist() == rows.ids[begin + 1 : end][rows.mask[begin + 1 : end] == 1].tolist()
                 assert len(scored) == tokens[side]
-    again = PairBatches([(build(ours, asked, 96, 3, PairCounts()), 1.0)], 4).batch(7)
+    again = PairLoader([(build(ours, asked, 96, 3, PairCounts()), 1.0)], 4).batch(7)
     assert np.array_equal(again.inputs, batches.batch(7).inputs), "a pure function of data, seed and step"
 
 

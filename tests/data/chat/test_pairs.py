@@ -12,7 +12,7 @@ import torch
 from ascendchat.data.chat.formats import conversations
 from ascendchat.data.chat.pairs import Pair, pairs
 from ascendchat.errors import UserError
-from ascendchat.train.preference import Reference
+from ascendchat.train.preference import ReferenceLogprobs
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "What is 2 + 2?"}
@@ -141,7 +141,7 @@ def test_a_file_of_conversations_is_refused_with_the_columns_that_are_needed(tmp
 
 def test_a_table_of_the_reference_that_cannot_be_kept_ends_nothing(tmp_path: Path) -> None:
     said: list[str] = []
-    Reference(tmp_path / "absent", ["model"]).write(torch.zeros(2, 2), said.append)
+    ReferenceLogprobs(tmp_path / "absent", ["model"]).write(torch.zeros(2, 2), said.append)
     assert len(said) == 1
     assert said[0].endswith("training goes on")
 

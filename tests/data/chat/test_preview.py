@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ascendchat.data.chat.preview import colours, preview_mixture, shown
-from ascendchat.data.chat.template import Rendered, render
+from ascendchat.data.chat.render import Rendered, render
 from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
-from ascendchat.tasks.mixture import open_chat_mixture
-from ascendchat.tasks.pairs import open_pair_mixture
+from ascendchat.tasks.chat_mixture import open_chat_mixture
+from ascendchat.tasks.pair_mixture import open_pair_mixture
 
 
 @pytest.fixture(scope="module")

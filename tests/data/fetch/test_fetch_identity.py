@@ -17,7 +17,7 @@ from ascendchat.data.fetch import fetch, folder_of, request, run
 from ascendchat.data.fetch.http import redact, url_hash
 from ascendchat.data.fetch.sources import SETS, DataSource
 from ascendchat.errors import UserError, home
-from ascendchat.tasks.named import load
+from ascendchat.tasks.by_name import load
 
 
 @pytest.fixture

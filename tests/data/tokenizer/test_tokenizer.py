@@ -16,8 +16,8 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat.data.tokenizer import learn
-from ascendchat.data.tokenizer.learn import PATTERN, learn_with_tokenizers, merges_of
+from ascendchat.data.tokenizer import bpe
+from ascendchat.data.tokenizer.bpe import PATTERN, learn_with_tokenizers, merges_of
 from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer, train_tokenizer
 from ascendchat.errors import UserError
 
@@ -180,17 +180,17 @@ def test_a_run_of_a_million_characters_is_encoded_and_learned_from(
     assert tokenizer.encode_batch(["x", run, ""], threads=1) == [tokenizer.encode("x"), ids, []]
     learned = train_tokenizer(iter(["hello hello world", run[:100_000]]), 300)
     assert learned.decode(learned.encode(run[:9_000])) == run[:9_000]
-    monkeypatch.setitem(sys.modules, "rustbpe", None)  # the other learner
+    monkeypatch.setitem(sys.modules, "rustbpe", None)  # the other train_model
     assert train_tokenizer(iter(["hello hello world", run[:100_000]]), 300).vocab_size > 268
 
 
 @given(st.text(alphabet=" \n\ta!\u03017山é\x1c", max_size=120), st.integers(2, 9))
 def test_only_runs_that_are_too_long_are_cut(text: str, longest: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learn, "MAX_RUN", longest)
-        found = learn.segments(text)
+        patch.setattr(bpe, "MAX_RUN", longest)
+        found = bpe.segments(text)
     assert "".join(found) == text
-    kinds = (r"[\s\x1c-\x1f\x85]", learn.LETTER, r"[^\s\p{L}\p{N}]")
+    kinds = (r"[\s\x1c-\x1f\x85]", bpe.LETTER, r"[^\s\p{L}\p{N}]")
     runs = [match for kind in kinds for match in regex.finditer(f"{kind}+", text) if len(match[0]) > longest]
     ends = list(accumulate(map(len, found[:-1])))
     assert all(any(run.start() < end < run.end() for run in runs) for end in ends)  # no cut elsewhere

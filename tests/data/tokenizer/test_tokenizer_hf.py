@@ -12,8 +12,8 @@ import pytest
 import rustbpe
 import tokenizers
 
-from ascendchat.data.chat.template import render, render_prompt
-from ascendchat.data.tokenizer.learn import PATTERN, merges_of
+from ascendchat.data.chat.render import render, render_prompt
+from ascendchat.data.tokenizer.bpe import PATTERN, merges_of
 from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer
 
 CODE = "def f(x):\n\treturn {'a': x**2}  # ok\r\n\r\nif (a != b) { return a->c[0]; }\n<div class=\"x\">&nbsp;</div>"

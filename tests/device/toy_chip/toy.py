@@ -37,7 +37,7 @@ class ToyAttention(Reference):
         note("dense")
         return by_head(q, k, v, visible(q.size(1), k.size(1), window, q.device), scale)
 
-    def bounds(self, lengths: Any, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
+    def bounds(self, lengths: Any, rows: int, per_document: bool, upload: Callable[[Tensor], Tensor]) -> Any:
         return super().bounds(lengths, rows, False, upload)
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor:

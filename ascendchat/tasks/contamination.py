@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ascendchat.data.chat.template import Conversation, text_of
+from ascendchat.data.chat.render import Conversation, text_of
 from ascendchat.files import write_atomic
 from ascendchat.runs.console import inert
-from ascendchat.tasks.base import Task
+from ascendchat.tasks.task import Task
 
 MAX_SHOWN_OVERLAPS = 3  # for each evaluation
 SIGNS = {number: " " for number in range(128) if not chr(number).isalnum()}  # table for str.translate

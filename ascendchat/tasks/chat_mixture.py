@@ -1,7 +1,7 @@
 """The mixture of `ascendchat mid` and `ascendchat sft`: `--data NAME=WEIGHT,...` as rows to train and validate on.
 
     opened = open_chat_mixture(("toyworld=0.7", "wiki=0.3"), "sft", tokenizer, seq_len, seed=0)
-    batches = Batches(opened.sources, rows_per_step)              # data/mixture.py
+    batches = MixtureLoader(opened.sources, rows_per_step)              # data/mixture.py
 
 An entry is `toyworld` (embedded), a file or folder of conversations in any known format, a name that tasks.load knows,
 or a prepared corpus of text, whose loss is on every token.
@@ -18,17 +18,17 @@ from typing import Any
 
 from ascendchat.config.train import PUBLISHED
 from ascendchat.data import toyworld
+from ascendchat.data.chat.render import Conversation, Counts, has_reply
 from ascendchat.data.chat.rows import ChatRows
-from ascendchat.data.chat.template import Conversation, Counts, has_reply
 from ascendchat.data.corpus import Corpus, TextRows, is_prepared, open_corpora
 from ascendchat.data.fetch import folder_of
 from ascendchat.data.mixture import WeightedRows, fingerprint, is_held_out, parse_entry, parse_mixture
 from ascendchat.data.prepare import TOYWORLD
 from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.errors import UserError
+from ascendchat.tasks.by_name import EVALUATIONS, load
+from ascendchat.tasks.contamination import OverlapFinder
 from ascendchat.tasks.eval_files import NoFiles
-from ascendchat.tasks.named import EVALUATIONS, load
-from ascendchat.tasks.overlap import OverlapFinder
 
 DEFAULT_HELD_OUT = 0.02  # share of an entry's conversations that is held out for validation
 

@@ -1,6 +1,6 @@
 """The interface of a task: rows to train on and to evaluate with.
 
-task = tasks.load("gsm8k", "train")                       # see tasks/named.py for the names
+task = tasks.load("gsm8k", "train")                       # see tasks/by_name.py for the names
 task.example(3)                                           # a whole conversation, for training
 task.prompt(3); task.correct(3, "... #### 18")            # for a task that is answered in words
 task.prompt(3); task.letters(3); task.answer(3)           # for multiple choice, scored by the letters' logits
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from ascendchat.data.chat.template import Conversation, text_of
+from ascendchat.data.chat.render import Conversation, text_of
 
 TaskKind = Literal["choice", "reply", "dialog"]  # evaluated by letters' logits, by generated replies, or not at all
 

@@ -10,11 +10,11 @@ from ascendchat.data.fetch.sources import ALIASES
 from ascendchat.data.prepare import TOYWORLD
 from ascendchat.errors import UserError, nearest
 from ascendchat.tasks import toy
-from ascendchat.tasks.base import Task
 from ascendchat.tasks.dialog import Dialog
 from ascendchat.tasks.gsm8k import Gsm8k
 from ascendchat.tasks.humaneval import HumanEval, pass_at_k
 from ascendchat.tasks.multiple_choice import BENCHMARKS, MultipleChoice
+from ascendchat.tasks.task import Task
 
 __all__ = ["EVALUATIONS", "Task", "knows", "load", "pass_at_k"]
 

@@ -83,7 +83,7 @@ def concatenated(parts: Iterable[Rendered]) -> Rendered:
     return result
 
 
-def thoughtless_line(count: int) -> str:
+def dropped_reasoning_line(count: int) -> str:
     """Format the log's note about conversations, or pairs of them, that lost their reasoning."""
     return f"; in {count} the reasoning_content is left out, for which the model has no place" if count else ""
 
@@ -132,7 +132,7 @@ class Counts:
             f"{self.whole} conversations whole, {self.split} too long (made {self.cut_prompts} shortened prompts and "
             f"{self.cut_replies} shortened replies, {self.lost_tokens} tokens lost), {self.unsupervised} without a "
             f"reply{empty}{unwritten if self.unwritten else ''}{refused}; {self.pieces} pieces, {self.tokens} tokens"
-            f"{thoughtless_line(self.thoughtless)}"
+            f"{dropped_reasoning_line(self.thoughtless)}"
         )
 
 
@@ -291,7 +291,7 @@ def exchanges(messages: Sequence[Message]) -> tuple[list[Message], list[list[Mes
     return turns[:opening], groups
 
 
-def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
+def max_that_fits(count: int, fits: Callable[[int], bool]) -> int:
     """Find the largest number of `count` things that fit, if fewer always fit too; 0 if not even one does. It
     doubles, then bisects, so nothing much larger than the answer is ever tried."""
     good, bad = 0, count + 1

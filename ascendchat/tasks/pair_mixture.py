@@ -1,7 +1,7 @@
 """The pairs of `finetune --stage dpo`: `--data NAME=WEIGHT,...` as rows to train and validate on.
 
     opened = open_pair_mixture(("dpo_en.jsonl=0.7", "data/dpo_zh_demo=0.3"), tokenizer, seq_len, seed=0)
-    batches = PairBatches(opened.sources, bins_per_step)          # data/chat/pairs.py
+    batches = PairLoader(opened.sources, bins_per_step)          # data/chat/pairs.py
 
 An entry is a file or folder of pairs in any known form (data/chat/pairs.py), or a name of a registry
 (data/chat/dataset_info.py).
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.data.chat.pairs import Pair, PairCounts, PairRows, RenderedPair, pairs, render_pair
-from ascendchat.data.chat.template import Encoder
+from ascendchat.data.chat.render import Encoder
 from ascendchat.data.mixture import fingerprint, is_held_out, parse_mixture
+from ascendchat.tasks.chat_mixture import DEFAULT_HELD_OUT
 from ascendchat.tasks.dialog import sets_at, tables_of
-from ascendchat.tasks.mixture import DEFAULT_HELD_OUT
 
 Say = Callable[[str], None]
 
