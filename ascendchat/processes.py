@@ -242,6 +242,9 @@ def main(words: list[str]) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(GRACE)
             child.kill()
+            until = time.monotonic() + PARENT_LOOK  # a parent that is killed closes its pipes before it is gone
+            while os.getppid() == parent and time.monotonic() < until:
+                time.sleep(0.01)
             break
     status = status_of(child.wait())
     if os.getppid() != parent and os.getpgrp() == os.getpid():

@@ -43,7 +43,7 @@ READING = {"GET", "HEAD", "OPTIONS"}  # change nothing: a page elsewhere may sen
 UPLOAD = "/update_weights"
 # In the scope of a request:
 OWNER = "ascendchat.owner"  # the short name of its API key
-BODY = "ascendchat.body"  # its body, unless weights are uploaded
+BODY = "ascendchat/body"  # its body, unless weights are uploaded
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{0,1000}")
 CLIENTS = 10_000  # whose rate is remembered
