@@ -22,7 +22,7 @@ PLACES = {
     "optimizers": "nn/optim",
     "attention choice": "nn/attention device/attention",
     "packing": "data/corpus data/chat/rows data/chat/pairs",
-    "templates": "models/template data/chat/template",
+    "templates": "models/jinja_template data/chat/render",
     "checkpoint": "checkpoint files",
     "sampling": "engine/sampling",
     "prefix cache": "engine/prefix engine/cache",

@@ -3,7 +3,7 @@
     engine = Engine(model, kernel, tokenizer, device, place, slots=16, context=2048)
     engine.generate([Request(prompt, Sampling(temperature=0.7, seed=1)), ...])     # -> [Completion, ...]
     for piece in engine.stream(Request(prompt)): print(piece.text, end="")
-    state = engine.add(request); engine.step()                                     # or step by step, as serve does
+    state = engine.add(request); engine.step()      # or step by step; serve calls its halves, prefill() and decode()
 
 The Generator (request.py) of a model in this process. decode.py is what runs on the device; this file is the host's
 side: who is in which slot, what each sampled token means, calculator calls, endings. batch_state.py has what the host

@@ -2,7 +2,7 @@
 
     chosen, logprob = sample(logits, settings, position, Mode(Draw.FILTERED))
 
-No generator is kept: the noise of a row is a hash of (its seed, the position, the token; sampling.py), so a row draws
+No generator is kept: the noise of a row is a hash of (its seed, the position, the token; `uniform`), so a row draws
 the same noise whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an
 argmax of logit / temperature + Gumbel noise, which is exactly a draw from the softmax. No torch.where with a number in
 it: that copies the number to the device, which a graph under recording does not allow. No masked_fill of 64-bit

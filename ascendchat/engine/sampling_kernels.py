@@ -1,4 +1,4 @@
-"""The choice of the next token as two Triton kernels, for the usual requests: greedy, or at a temperature. CUDA only.
+"""The choice of the next token as two Triton kernels: greedy, or at a temperature without filters. CUDA only.
 
     report = choose(logits, read, settings, blocks, state, softcap=15.0, random=True)  # (2, B)
 

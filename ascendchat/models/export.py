@@ -4,10 +4,10 @@
     export_adapter(run / "huggingface", weights, Path("out"))    # a folder for peft, with the tokenizer
     export_own(shape, weights, tokenizer, {"stage": "sft", "step": 100}, Path("out"))
 
-Adapters are merged into their base, or with --adapter written as peft loads them. A GGUF file becomes a folder too. A
-model of our own goes with the code that runs it (models/remote_code), which transformers executes when it is told to:
-trust_remote_code=True. Its folder is also one of our own tokenizers and has the shape in our words, so that we open it
-without that code.
+Adapters are merged into their base, or with --adapter written as peft loads them. A GGUF file can be exported to a
+folder, not written. A model of our own goes with the code that runs it (models/remote_code), which transformers
+executes when it is told to: trust_remote_code=True. Its folder is also one of our own tokenizers and has the shape in
+our words, so that we open it without that code.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def score(
     size = total / (4.0 * FP16_LIFT) if logits.dtype == torch.float16 else None
     gradient = slope_times(unscaled, half)
     gradient = (gradient if size is None else gradient / size).to(logits.dtype)
-    columns, parts = index, total  # where the targets are, and what they take off there
+    columns, parts = index, total  # (N, 1): where the targets are, and what they take off the gradient there
     if next2_targets is not None and mtp_weight is not None:
         has_next2 = (next2_targets != IGNORE).unsqueeze(-1)
         share = mtp_weight * has_next2

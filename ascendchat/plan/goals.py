@@ -1,4 +1,5 @@
-"""The three plans behind `ascendchat plan --goal train | rl | inference`: pure functions of the config and a chip.
+"""The three plans behind `ascendchat plan --goal train | rl | inference`: functions of the config and a chip, and of
+the config.json of a Hugging Face model.
 
 Each returns one plain dictionary with every number (what `--json` prints) or raises TooLarge when nothing fits.
 """

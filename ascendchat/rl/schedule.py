@@ -49,7 +49,7 @@ class RolloutSchedule:
 
     def resume(self, version: int, slots: Iterable[PromptSlot] = (), *, dropped: bool = False) -> None:
         """Continue from a checkpoint; `slots` may be those of all ranks, however many there were. `dropped`: the slots
-        of the next batch are packed already. A number without a slot has not begun."""
+        of the batch under way were packed into rows and are gone. A number without a slot has not begun."""
         self.version, self.begun = version, (version + dropped) * self.per_batch
         self.slots = {slot.number: slot for slot in slots if self.is_mine(slot.number)}
 

@@ -3,7 +3,7 @@
     source = AsyncRolloutSource(rollout, schedule)        # or SyncRolloutSource, also for the engine of this process
     source.update_weights(weights, version=0)             # the weights that answer; also before anything begins
     for slots in source.finished(batch): ...              # lists of PromptSlots, to train on in this order
-    source.update_weights(weights, version=1)             # the next batch
+    source.next_batch(weights)                            # the weights after it; more slots may begin
 
 schedule.py says what may begin. Answers are whole: what new weights interrupt, the generator continues.
 """
@@ -93,7 +93,7 @@ class SyncRolloutSource:
                 own = error
         if problem := collectives.broadcast_object(own and rank_error(own, 0)):
             raise own or problem
-        if collectives.world().rank:
+        if collectives.world().rank:  # rank 0 has loaded them into servers that all ranks ask
             self.rollout.generator.renew(version)
 
     def _load(self, weights: Weights, version: int) -> None:

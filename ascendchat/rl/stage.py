@@ -63,7 +63,7 @@ MOMENTUM = 0.85, 0.95, 0.95  # of Muon: at the beginning, in the middle, at the 
 
 
 class RlStage(Stage):
-    """Policy gradients on answers that the model has just generated."""
+    """Policy gradients on answers of the model, by its weights now or, within --staleness, by earlier ones."""
 
     higher_is_better = True
 
@@ -121,7 +121,7 @@ class RlStage(Stage):
 
     def _rows(self, batch: int, update: int) -> Iterator[TokenRows]:
         """Rows of one update: with one update per batch as its groups finish, else a prepared share of the batch."""
-        if self.source.version < 0:
+        if self.source.version < 0:  # at the start: a generator has its own weights, or none
             self.source.update_weights(self.weights(), self.source.schedule.version)
         if self.config.updates == 1:
             for slots in self._finished(batch):
@@ -140,7 +140,7 @@ class RlStage(Stage):
         """The slots of a batch in the order of training, with advantages."""
         finished = self.source.finished(batch)
         while True:
-            self.model.eval()  # it may be the one that answers
+            self.model.eval()  # it may be the one that answers, and only while it does
             try:
                 slots = next(finished, None)
             finally:

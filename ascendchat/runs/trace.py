@@ -1,6 +1,6 @@
 """Time of a few traced training steps by kind: `ascendchat base --profile 5` prints it and stores it in the run.
 
-    profile = summarise(read_trace(path), steps=5, seconds=1.2, waited=0.1)      # train/profile.py
+    profile = summarise(read_trace(path), steps=5, seconds=1.2, waited=0.1, device=True)  # train/profile.py
     print(table(profile, first=3))
 
 Reads the Chrome trace that the profilers of torch and torch_npu write. Times are in seconds; a step's time is device

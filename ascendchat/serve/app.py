@@ -1,4 +1,4 @@
-"""The application behind `ascendchat serve`: OpenAI's routes, health, and the web page.
+"""The application behind `ascendchat serve`: OpenAI's routes and the web page; metrics.py has /health.
 
 application(Service(config, pool, tokenizer, large_requests)) is an ASGI app; command.py gives it to uvicorn. A request
 is read by prompts.py, which makes engine requests of the fields in protocol.py; the pool has workers that answer them;
@@ -251,7 +251,7 @@ def described(app: FastAPI) -> None:
     app.openapi = document  # type: ignore[method-assign]
 
 
-# An answer on its way to one client: the pending it waits for, and the end when the client goes away.
+# An answer on its way to one client: the pending requests it waits for, and the end when the client goes away.
 #
 #     return AnswerResponse(pending, answers, streams=True)           # from a route; an ASGI response
 #
@@ -275,7 +275,7 @@ class _Writer(Protocol):
 
 
 class AnswerResponse(Response):
-    """Sends what the pending bring."""
+    """Sends what the pending requests bring."""
 
     def __init__(self, pending: Sequence[PendingRequest], answers: _Writer, *, streams: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The workers of a server and who answers what: started, fed, watched and restarted from the server's event loop.
 
     pool = WorkerPool(config); await pool.start()                # one worker process per device (worker.py)
-    request = pool.submit(request, streams=True)            # pool.py; Overloaded, when too many wait already
+    pending = pool.submit(request, streams=True)            # Overloaded, when too many wait already
     await pool.pause("keep"); await pool.load(path, 7); await pool.resume()      # other weights, everywhere or nowhere
     await pool.close(drain=30)                             # running answers may finish
 

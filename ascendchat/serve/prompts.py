@@ -423,7 +423,7 @@ def rendered(
         return render.render(tokenizer, talk).ids
     ids = render.render_prompt(tokenizer, talk)
     goes_on = model.tokenizer.calls_tools and isinstance(messages[-1], ToolMessage)
-    return ids[:-2] if goes_on else ids  # <|assistant_end|> <|assistant_start|>
+    return ids[:-2] if goes_on else ids  # without <|assistant_end|> <|assistant_start|>: its turn goes on
 
 
 def conversation(messages: Sequence[Message]) -> render.Conversation:

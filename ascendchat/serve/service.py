@@ -87,7 +87,7 @@ class Service:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not JSON_TYPE.fullmatch(kind):
             raise ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
-        path, content = request.scope["route"].path, request.scope[BODY]
+        path, content = request.scope["route"].path, request.scope[BODY]  # guard.py has read the body
         if len(content) < LARGE:
             return read(path, content, self.model)
         return await self.large_requests.read(path, content, self.model)

@@ -3,7 +3,7 @@
     MultipleChoice("mmlu", "test")                            # `ascendchat eval chat --tasks mmlu,ceval`
     MultipleChoice("ceval", "val", source="DIR")
 
-data/chat/template.render_choice formats the question. The model answers with the letter whose logit is highest where
+data/chat/render.render_choice formats the question. The model answers with the letter whose logit is highest where
 the answer begins. Guessing is right in a quarter of the cases.
 """
 

@@ -158,13 +158,13 @@ def train_step(stage: Stage, step: int, scale: LossScale, profiler: Profiler | N
     on the device."""
     sums: dict[str, Tensor] = {}
     used = scale.value
-    scale.before()
+    scale.before()  # clear the overflow flag of an NPU
     for batch in profiler.feed(stage.micro_batches, step) if profiler else stage.micro_batches(step):
         loss, metrics = stage.forward_backward(batch, used)
         for name, value in {"loss": loss, **metrics}.items():
             sums[name] = sums[name] + value.detach() if name in sums else value.detach()
     assert sums, "a step without micro-batches"
-    correction = stage.correction(step)
+    correction = stage.correction(step)  # not 1 in RL only, which knows now how many tokens it had
     if correction != Correction():
         sums = {
             name: value * (correction.loss if name == "loss" else correction.metrics) for name, value in sums.items()
@@ -172,6 +172,7 @@ def train_step(stage: Stage, step: int, scale: LossScale, profiler: Profiler | N
     if scale.overflowed(step, stage.optimizer.gradients()):
         stage.optimizer.zero_grad()
     else:
+        # The gradients lack the correction: dividing by a smaller scale multiplies them by it.
         norm = stage.optimizer.step(**stage.rates(step), loss_scale=used / correction.loss)
         sums[GRADIENT] = norm.square() * collectives.world().size  # reports are averaged over the ranks, squares add up
     stage.after_step(step)

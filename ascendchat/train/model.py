@@ -73,7 +73,7 @@ class TrainModel(Generic[_Model]):
         self._rope = model.rope(model.shape.seq_len, device.dtype, place)
         sound = device.compiles and (kernel.compiles_packed or not by_document)
         self._forward = model.compiled(device.compile, say) if sound else model
-        self.score = device.compile(model.score, dynamic=False)
+        self.score = device.compile(model.score, dynamic=False)  # nats and their gradient: nn/loss.py
         eight = isinstance(getattr(model, "ops", None), Fp8Ops)
         self.products = Fp8Head(partial(device.compile, dynamic=False)) if eight else HeadProducts
         self._graph: _Graph | None = None

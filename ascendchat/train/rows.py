@@ -192,7 +192,7 @@ class RowStage(Stage):
         self.tokens_per_step, self.flops_per_token = split.total, float(train_model.model.shape.train_flops_per_token)
         train_model.mean_over(split.total // split.devices)
         self._step = self._number = 0  # of the micro-batch to come
-        self._target_weight = 0, torch.zeros(())  # targets of a step, and the weight of one of them
+        self._target_weight = 0, torch.zeros(())  # targets of a step, and the weight of one; made anew when they change
         self._loader = self._prefetcher()
 
     def _prefetcher(self) -> Prefetcher:
@@ -210,6 +210,7 @@ class RowStage(Stage):
     def forward_backward(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
         """Every target of the step weighs the same, whichever rank has it; padding weighs nothing."""
         if batch.step_targets != self._target_weight[0]:
+            # The loop takes the mean over the ranks, which divides by the devices again.
             weight = torch.full((), self.split.devices / batch.step_targets, device=self.train_model.place)
             self._target_weight = batch.step_targets, weight
         weight = self._target_weight[1] if scale == 1.0 else self._target_weight[1] * scale

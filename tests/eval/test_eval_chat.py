@@ -351,7 +351,7 @@ def test_a_sandbox_that_runs_nothing_is_an_error_and_not_a_model_without_a_right
     save("sft", 2)
     write_humaneval(tmp_path)
     real = sandbox.run
-    broken = sandbox.Result(False, "", "", "sandbox", "libpython: no such file")
+    broken = sandbox.ProgramResult(False, "", "", "sandbox", "libpython: no such file")
     with monkeypatch.context() as patch:
         patch.setattr(sandbox, "run", lambda code, **limits: broken)
         with pytest.raises(UserError, match="libpython: no such file"):

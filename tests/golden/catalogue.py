@@ -30,7 +30,7 @@ COMMAND = re.compile(r"(ascendchat|pip|source|python|torchrun|srun) |-")  # type
 # Exceptions that become a part of a UserError, in these modules: the refusal of a plan, a row that cannot be read.
 PARTS = {
     "TooLarge": ["plan.goals"],
-    "ValueError": ["data.read", *(f"data.chat.{name}" for name in ("formats", "turns", "pairs", "tables", "template"))],
+    "ValueError": ["data.read", *(f"data.chat.{name}" for name in ("formats", "turns", "pairs", "tables", "render"))],
 }
 PARTS["ValueError"] += ["tasks.multiple_choice", "tasks.eval_files", "tasks.gsm8k"]
 # Methods that are called in one module and defined in others: those begin like this.
