@@ -97,7 +97,10 @@ class RemoteGenerator:
     def open(cls, url: str, **settings: Any) -> RemoteGenerator:
         """Connect, and ask which model the server has."""
         remote = cls(url, **settings)
+        running = threading.Event()  # until then `_wait` and `close` would take the loop for one that was closed
+        remote._loop.call_soon(running.set)
         threading.Thread(target=remote._loop.run_forever, name="remote generator", daemon=True).start()
+        running.wait()
         try:
             remote.server = remote._wait(find_out(remote.http, remote._folder))
             remote.version = remote.server.weight_version

@@ -130,9 +130,11 @@ class RlStage(Stage):
                 self._size = self._size[0] + share.tokens, self._size[1] + share.answers
                 yield share.rows
             return
-        if not self._shares:
+        if update == 0:
             self._prepare(batch)
-        share = self._shares.pop(update)
+        share = self._shares.pop(update, None)
+        if share is None:  # fewer ranks have saved this batch than train it now
+            return
         self._size = share.tokens, share.answers
         yield share.rows
 

@@ -380,3 +380,14 @@ def test_what_a_calculator_has_put_there_is_known_by_its_place() -> None:
     assert ForcedTokens(TEXT).feed(whole[: result_at + 2])[-2:] == [True, True], "cut short"
     assert not any(ForcedTokens(TEXT).feed([start, call, result, 65, over])), "an empty call has no result"
     assert not any(ForcedTokens(TEXT).feed([65, result, 65, over, call, result]))
+
+
+def test_a_thread_that_starts_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(threading.Thread):
+        def run(self) -> None:
+            time.sleep(0.2)
+            super().run()
+
+    monkeypatch.setattr(threading, "Thread", Late)
+    with pytest.raises(UserError, match="127.0.0.1:9"):
+        RemoteGenerator.open("http://127.0.0.1:9", patience=0.1)

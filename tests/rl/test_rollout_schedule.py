@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ascendchat.engine.request import Completion
 from ascendchat.rl.buffer import UpdateShare, dealt, from_tensors, to_tensors
 from ascendchat.rl.rollout import RESAMPLED, AnswerGroup, TaskQuestion, TokenRows
 from ascendchat.rl.schedule import PromptSlot, RolloutSchedule
+from ascendchat.rl.stage import RlStage
 
 
 def ask(number: int) -> TaskQuestion:
@@ -269,6 +271,24 @@ def test_rows_are_dealt_to_another_number_of_ranks() -> None:
     assert both[1].rows.lengths.sum() == 5 * 4
     assert [len(dealt([parts(3), parts(2)], rank, 2)[1].rows.inputs) for rank in range(2)] == [3, 2]
     assert dealt([parts(3)], 1, 2) == {}
+
+
+def test_a_rank_without_a_share_of_a_half_trained_batch_prepares_the_next_one() -> None:
+    """It is resumed by more ranks than have saved it."""
+    prepared: list[int] = []
+    stage = RlStage.__new__(RlStage)
+    stage.config = SimpleNamespace(updates=2)  # type: ignore[assignment]
+    stage.source = SimpleNamespace(version=0)  # type: ignore[assignment]
+    stage._shares = {}
+
+    def prepare(batch: int) -> None:
+        prepared.append(batch)
+        stage._shares = {update: UpdateShare(TokenRows.empty(update + 1, 4, 0), 17, 2) for update in range(2)}
+
+    stage._prepare = prepare  # type: ignore[method-assign]
+    rows = [[len(one.inputs) for one in stage._rows(*divmod(step, 2))] for step in (1, 2, 3, 4, 5)]
+    assert rows == [[], [1], [2], [1], [2]]
+    assert prepared == [1, 2]
 
 
 def test_a_damaged_buffer_is_noticed_and_the_model_can_still_be_used(tmp_path: Path) -> None:
