@@ -132,11 +132,11 @@ class RlStage(Stage):
             return
         if update == 0:
             self._prepare(batch)
-        share = self._shares.pop(update, None)
-        if share is None:  # fewer ranks have saved this batch than train it now
+        prepared = self._shares.pop(update, None)
+        if prepared is None:  # fewer ranks have saved this batch than train it now
             return
-        self._size = share.tokens, share.answers
-        yield share.rows
+        self._size = prepared.tokens, prepared.answers
+        yield prepared.rows
 
     def _finished(self, batch: int) -> Iterator[list[PromptSlot]]:
         """The slots of a batch in the order of training, with advantages."""

@@ -389,5 +389,5 @@ def test_a_thread_that_starts_late_is_waited_for(monkeypatch: pytest.MonkeyPatch
             super().run()
 
     monkeypatch.setattr(threading, "Thread", Late)
-    with pytest.raises(UserError, match="127.0.0.1:9"):
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
         RemoteGenerator.open("http://127.0.0.1:9", patience=0.1)
