@@ -40,7 +40,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class _Template(Protocol):
-    """Chat template of another model (models/template.py). `thoughts`: its name for reasoning, None if it has no
+    """Chat template of another model (models/jinja_template.py). `thoughts`: its name for reasoning, None if it has no
     place for it."""
 
     thoughts: str | None

@@ -7,7 +7,7 @@
     ids = tokenizer.encode("你好, world")                   # plain text; never a special token, whatever it holds
     tokenizer.decode(ids)
 
-Ids: 0-255 are the bytes, then one id per merge in the order they were learned, then the special tokens. learn.py
+Ids: 0-255 are the bytes, then one id per merge in the order they were learned, then the special tokens. bpe.py
 splits text and learns merges, storage.py reads and writes the folder.
 """
 
@@ -54,7 +54,7 @@ class Tokenizer:
 
     stops: tuple[int, ...]  # stop tokens of an answer
     template: Any = (
-        None  # how another model writes conversations (models/template.py); None: as data/chat/render.py does
+        None  # how another model writes conversations (models/jinja_template.py); None: as data/chat/render.py does
     )
     calls_tools = True  # has special tokens around tool calls and their results
 
