@@ -55,8 +55,7 @@ class ChildProcess:
             return cls(subprocess.Popen(words, **settings))
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
-            begin = file.tell()  # the child moves it
-            return cls(subprocess.Popen(words, stdout=file, stderr=file, **settings), log, begin)
+            return cls(subprocess.Popen(words, stdout=file, stderr=file, **settings), log, file.tell())
 
     def poll(self) -> int | None:
         return self.process.poll()
@@ -130,7 +129,6 @@ def started(pid: int) -> str:
 
 # ---- between `ascendchat launch` and its ranks ----------------------------------------------------
 
-LAUNCHER = "ASCENDCHAT_LAUNCHER"  # process id of the launcher
 RANK_FILES = "ASCENDCHAT_RANK_FILES"  # how the names of the pid files of this node's ranks begin
 SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smaller: earlier attempts ran out of memory
 

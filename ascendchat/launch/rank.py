@@ -14,10 +14,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
-from ascendchat.processes import LAUNCHER, PARENT_LOOK, RANK_FILES, started
+from ascendchat.processes import RANK_FILES, started
 
 LOOK = 0.05  # seconds between two looks at ranks that shall end
 
@@ -27,11 +26,7 @@ def begin(words: list[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(1, 2)
     own = os.getpid()
-    path = Path(f"{os.environ[RANK_FILES]}{os.environ['RANK']}.pid")
-    path.write_text(f"{own} {started(own)}", encoding="ascii")
-    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # killed before its guard could see this rank
-        path.unlink(missing_ok=True)
-        os._exit(128 + signal.SIGTERM)
+    Path(f"{os.environ[RANK_FILES]}{os.environ['RANK']}.pid").write_text(f"{own} {started(own)}", encoding="ascii")
     os.execv(sys.executable, [sys.executable, "-u", *words])
 
 
@@ -40,19 +35,12 @@ def pid_files(logs: Path, prefix: str) -> list[Path]:
     return list(logs.glob(f"attempt_*/{prefix}rank_*.pid"))
 
 
-def _content(path: Path) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text(encoding="ascii")
-    return ""
-
-
-def signal_groups(ranks: Iterable[str], number: int) -> bool:
-    """Send a signal to the process groups of these ranks, given as the contents of their pid files; False when none of
-    them has a process any more."""
+def signal_groups(paths: list[Path], number: int) -> bool:
+    """Send a signal to the process groups of these ranks; False when none of them has a process any more."""
     left = False
-    for text in ranks:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            pid, _, since = text.partition(" ")
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            pid, _, since = path.read_text(encoding="ascii").partition(" ")
             # A number that no process has, though its group has members, is given to no other process: these are ours.
             if pid.isdigit() and int(pid) > 1 and started(int(pid)) in ("", since):
                 os.killpg(int(pid), number)
@@ -60,38 +48,24 @@ def signal_groups(ranks: Iterable[str], number: int) -> bool:
     return left
 
 
-def forget_ranks(logs: Path, prefix: str) -> None:
-    """Remove pid files of an earlier launch that was killed together with its guard: they are no ranks of this one."""
-    for path in pid_files(logs, prefix):
-        path.unlink(missing_ok=True)
-
-
 def end_groups(logs: Path, prefix: str) -> None:
     """Kill what is left of the ranks and of all that they have started, and remove their pid files."""
     paths = pid_files(logs, prefix)
-    signal_groups(map(_content, paths), signal.SIGKILL)
+    signal_groups(paths, signal.SIGKILL)
     for path in paths:
         path.unlink(missing_ok=True)
 
 
 def guard(logs: Path, prefix: str, grace: float) -> None:
-    """Wait until the launcher, which holds the other end of the input, is gone; let its ranks save, then kill them.
-
-    The ranks are those that had begun by then: meanwhile another launch of the same run may use the same files."""
-    parent = os.getppid()
+    """Wait until the launcher, which holds the other end of the input, is gone; let its ranks save, then kill them."""
     sys.stdin.buffer.read()
-    until = time.monotonic() + PARENT_LOOK  # a launcher that is killed closes its pipes before it is gone
-    while os.getppid() == parent and time.monotonic() < until:
-        time.sleep(0.01)
-    ranks = {path: _content(path) for path in pid_files(logs, prefix)}
     until = time.monotonic() + grace
-    signal_groups(ranks.values(), signal.SIGTERM)
-    while time.monotonic() < until and signal_groups(ranks.values(), 0):
+    signalled: set[Path] = set()
+    while time.monotonic() < until and signal_groups(paths := pid_files(logs, prefix), 0):
+        signal_groups([path for path in paths if path not in signalled], signal.SIGTERM)
+        signalled.update(paths)
         time.sleep(LOOK)
-    signal_groups(ranks.values(), signal.SIGKILL)
-    for path, text in ranks.items():
-        if _content(path) == text:
-            path.unlink(missing_ok=True)
+    end_groups(logs, prefix)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -31,8 +30,8 @@ from ascendchat import processes as ports
 from ascendchat.config.language import translate
 from ascendchat.errors import OutOfMemory, UserError
 from ascendchat.launch.plan import LaunchPlan, say
-from ascendchat.launch.rank import end_groups, forget_ranks
-from ascendchat.processes import LAUNCHER, RANK_FILES, SMALLER, ChildProcess, status_of
+from ascendchat.launch.rank import end_groups
+from ascendchat.processes import RANK_FILES, SMALLER, ChildProcess, status_of
 
 MAX_SMALLER = 16  # restarts with a smaller batch; a program that is not ours may end with the same status for ever
 MAX_CAUSE = 300  # characters of a rank's error
@@ -83,7 +82,6 @@ class _Logs(LogsSpecs):
             error.unlink(missing_ok=True)
             logs[local], errors[local] = str(log), str(error)
             environment |= plan.environment
-            environment[LAUNCHER] = str(os.getpid())
             environment |= {RANK_FILES: str(self.folder / f"{plan.prefix}rank_"), "TORCHELASTIC_ERROR_FILE": str(error)}
             if attempt:
                 environment["ASCENDCHAT_RESTART"] = str(attempt)  # training resumes from its last checkpoint
@@ -191,7 +189,6 @@ def _surroundings(plan: LaunchPlan, grace: float) -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a line of rank 0 is shown when it is written, also in a pipe
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    forget_ranks(plan.logs, plan.prefix)
     words = [sys.executable, "-m", "ascendchat.launch.rank", "guard", str(plan.logs), plan.prefix, str(grace)]
     guard = ChildProcess.start(words, log=torchrun_log(plan), stdin=subprocess.PIPE)
     try:

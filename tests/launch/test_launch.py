@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -399,61 +398,6 @@ def test_ranks_that_outlive_their_launcher_save_and_end(tmp_path: Path, mode: st
         with contextlib.suppress(ProcessLookupError):
             os.killpg(one.pid, signal.SIGKILL)
         os.close(ours)
-
-
-@linux
-def test_a_guard_leaves_the_ranks_of_a_later_launch_alone(tmp_path: Path) -> None:
-    (tmp_path / "attempt_0").mkdir()
-    file = tmp_path / "attempt_0" / "rank_0.pid"
-    module = [sys.executable, "-m", "ascendchat.launch.rank"]
-    environ = {**os.environ, "RANK": "0", processes.RANK_FILES: str(tmp_path / "attempt_0" / "rank_")}
-    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('+', flush=True); time.sleep(300)"
-    ranks = []
-    guard = subprocess.Popen([*module, "guard", str(tmp_path), "", "4"], stdin=subprocess.PIPE)
-    try:
-        for _ in range(2):
-            ranks.append(
-                subprocess.Popen(
-                    [*module, "begin", "-c", deaf], env=environ, stdout=subprocess.PIPE, start_new_session=True
-                )
-            )
-            assert ranks[-1].stdout.readline() == b"+\n"  # type: ignore[union-attr]
-            if len(ranks) == 1:
-                guard.stdin.close()  # type: ignore[union-attr]
-                time.sleep(1.5)  # the guard has seen the first one
-                rank.forget_ranks(tmp_path, "")  # as the next launch does it
-                assert not file.exists()
-        assert guard.wait(60) == 0
-        assert ranks[0].wait(60) == -signal.SIGKILL
-        assert ranks[1].poll() is None
-        assert file.read_text().split()[0] == str(ranks[1].pid)
-    finally:
-        guard.kill()
-        for one in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)
-
-
-def test_a_rank_that_begins_after_its_launcher_was_killed_ends(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "ascendchat.launch.rank", "begin", "-c", "print('it runs')"]
-    environ = {**os.environ, "RANK": "0", processes.RANK_FILES: str(tmp_path / "rank_")}
-    for launcher, output in ((os.getpid(), b"it runs\n"), (1 << 30, b"")):
-        environ[processes.LAUNCHER] = str(launcher)
-        found = subprocess.run(words, env=environ, stdout=subprocess.PIPE, check=False)
-        assert found.stdout == output
-    assert found.returncode == 128 + signal.SIGTERM
-    assert not list(tmp_path.iterdir()), "its pid file is left"
-
-
-def test_ranks_of_an_earlier_launch_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = resolve("--devices 1 base")
-    planned.logs = tmp_path
-    (tmp_path / "attempt_0").mkdir()
-    (tmp_path / "attempt_0" / "rank_3.pid").write_text("4194305 5")  # of more devices; above all numbers of processes
-    monkeypatch.setenv(processes.RANK_FILES, str(tmp_path / "attempt_0" / "rank_"))
-    assert processes.lost_ranks() == {3}
-    with torchrun._surroundings(planned, 1.0):
-        assert processes.lost_ranks() == set()
 
 
 def attempts(words: str, status: int) -> int:
