@@ -55,7 +55,8 @@ class ChildProcess:
             return cls(subprocess.Popen(words, **settings))
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
-            return cls(subprocess.Popen(words, stdout=file, stderr=file, **settings), log, file.tell())
+            begin = file.tell()  # the child moves it
+            return cls(subprocess.Popen(words, stdout=file, stderr=file, **settings), log, begin)
 
     def poll(self) -> int | None:
         return self.process.poll()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ascendchat import processes as processes_module
 from ascendchat.processes import ChildProcess, how_ended
 
 TIED = [sys.executable, "-m", "ascendchat.processes"]
@@ -175,6 +176,19 @@ def test_one_that_is_never_ready_is_not_waited_for(tmp_path: Path) -> None:
     assert slow.wait(0.0) is None
     slow.kill()
     assert slow.wait() == -signal.SIGKILL
+
+
+def test_what_a_child_prints_at_once_is_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, popen = tmp_path / "log", subprocess.Popen
+
+    def slow(*words: object, **settings: object) -> subprocess.Popen[bytes]:
+        child = popen(*words, **settings)  # type: ignore[call-overload]
+        child.wait(PATIENCE)
+        return child
+
+    monkeypatch.setattr(processes_module.subprocess, "Popen", slow)
+    log.write_text("before\n")
+    assert ChildProcess.start([sys.executable, "-c", "print('at once')"], log=log).output() == "at once\n"
 
 
 LEFT = """

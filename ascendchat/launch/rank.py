@@ -14,9 +14,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from ascendchat.processes import RANK_FILES, started
+from ascendchat.processes import PARENT_LOOK, RANK_FILES, started
 
 LOOK = 0.05  # seconds between two looks at ranks that shall end
 
@@ -35,12 +36,19 @@ def pid_files(logs: Path, prefix: str) -> list[Path]:
     return list(logs.glob(f"attempt_*/{prefix}rank_*.pid"))
 
 
-def signal_groups(paths: list[Path], number: int) -> bool:
-    """Send a signal to the process groups of these ranks; False when none of them has a process any more."""
+def _content(path: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text(encoding="ascii")
+    return ""
+
+
+def signal_groups(ranks: Iterable[str], number: int) -> bool:
+    """Send a signal to the process groups of these ranks, given as the contents of their pid files; False when none of
+    them has a process any more."""
     left = False
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            pid, _, since = path.read_text(encoding="ascii").partition(" ")
+    for text in ranks:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            pid, _, since = text.partition(" ")
             # A number that no process has, though its group has members, is given to no other process: these are ours.
             if pid.isdigit() and int(pid) > 1 and started(int(pid)) in ("", since):
                 os.killpg(int(pid), number)
@@ -48,24 +56,38 @@ def signal_groups(paths: list[Path], number: int) -> bool:
     return left
 
 
+def forget_ranks(logs: Path, prefix: str) -> None:
+    """Remove pid files of an earlier launch that was killed together with its guard: they are no ranks of this one."""
+    for path in pid_files(logs, prefix):
+        path.unlink(missing_ok=True)
+
+
 def end_groups(logs: Path, prefix: str) -> None:
     """Kill what is left of the ranks and of all that they have started, and remove their pid files."""
     paths = pid_files(logs, prefix)
-    signal_groups(paths, signal.SIGKILL)
+    signal_groups(map(_content, paths), signal.SIGKILL)
     for path in paths:
         path.unlink(missing_ok=True)
 
 
 def guard(logs: Path, prefix: str, grace: float) -> None:
-    """Wait until the launcher, which holds the other end of the input, is gone; let its ranks save, then kill them."""
+    """Wait until the launcher, which holds the other end of the input, is gone; let its ranks save, then kill them.
+
+    The ranks are those that had begun by then: meanwhile another launch of the same run may use the same files."""
+    parent = os.getppid()
     sys.stdin.buffer.read()
+    until = time.monotonic() + PARENT_LOOK  # a launcher that is killed closes its pipes before it is gone
+    while os.getppid() == parent and time.monotonic() < until:
+        time.sleep(0.01)
+    ranks = {path: _content(path) for path in pid_files(logs, prefix)}
     until = time.monotonic() + grace
-    signalled: set[Path] = set()
-    while time.monotonic() < until and signal_groups(paths := pid_files(logs, prefix), 0):
-        signal_groups([path for path in paths if path not in signalled], signal.SIGTERM)
-        signalled.update(paths)
+    signal_groups(ranks.values(), signal.SIGTERM)
+    while time.monotonic() < until and signal_groups(ranks.values(), 0):
         time.sleep(LOOK)
-    end_groups(logs, prefix)
+    signal_groups(ranks.values(), signal.SIGKILL)
+    for path, text in ranks.items():
+        if _content(path) == text:
+            path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from ascendchat import processes as ports
 from ascendchat.config.language import translate
 from ascendchat.errors import OutOfMemory, UserError
 from ascendchat.launch.plan import LaunchPlan, say
-from ascendchat.launch.rank import end_groups
+from ascendchat.launch.rank import end_groups, forget_ranks
 from ascendchat.processes import RANK_FILES, SMALLER, ChildProcess, status_of
 
 MAX_SMALLER = 16  # restarts with a smaller batch; a program that is not ours may end with the same status for ever
@@ -189,6 +189,7 @@ def _surroundings(plan: LaunchPlan, grace: float) -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a line of rank 0 is shown when it is written, also in a pipe
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    forget_ranks(plan.logs, plan.prefix)
     words = [sys.executable, "-m", "ascendchat.launch.rank", "guard", str(plan.logs), plan.prefix, str(grace)]
     guard = ChildProcess.start(words, log=torchrun_log(plan), stdin=subprocess.PIPE)
     try:

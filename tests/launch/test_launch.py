@@ -400,6 +400,53 @@ def test_ranks_that_outlive_their_launcher_save_and_end(tmp_path: Path, mode: st
         os.close(ours)
 
 
+@linux
+def test_a_guard_leaves_the_ranks_of_a_later_launch_alone(tmp_path: Path) -> None:
+    (tmp_path / "attempt_0").mkdir()
+    file = tmp_path / "attempt_0" / "rank_0.pid"
+    module = [sys.executable, "-m", "ascendchat.launch.rank"]
+    environ = {**os.environ, "RANK": "0", processes.RANK_FILES: str(tmp_path / "attempt_0" / "rank_")}
+    deaf = (
+        "import signal, time; signal.signal(15, lambda *_: print('told', flush=True)); print('+', flush=True); "
+        "time.sleep(300)"
+    )
+    ranks = []
+    guard = subprocess.Popen([*module, "guard", str(tmp_path), "", "4"], stdin=subprocess.PIPE)
+    try:
+        for _ in range(2):
+            ranks.append(
+                subprocess.Popen(
+                    [*module, "begin", "-c", deaf], env=environ, stdout=subprocess.PIPE, start_new_session=True
+                )
+            )
+            assert ranks[-1].stdout.readline() == b"+\n"  # type: ignore[union-attr]
+            if len(ranks) == 1:
+                guard.stdin.close()  # type: ignore[union-attr]
+                assert ranks[0].stdout.readline() == b"told\n"  # type: ignore[union-attr]  # the guard has seen it
+                rank.forget_ranks(tmp_path, "")  # as the next launch does it
+                assert not file.exists()
+        assert guard.wait(60) == 0
+        assert ranks[0].wait(60) == -signal.SIGKILL
+        assert ranks[1].poll() is None
+        assert file.read_text().split()[0] == str(ranks[1].pid)
+    finally:
+        guard.kill()
+        for one in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+
+
+def test_ranks_of_an_earlier_launch_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = resolve("--devices 1 base")
+    planned.logs = tmp_path
+    (tmp_path / "attempt_0").mkdir()
+    (tmp_path / "attempt_0" / "rank_3.pid").write_text("4194305 5")  # of more devices; above all numbers of processes
+    monkeypatch.setenv(processes.RANK_FILES, str(tmp_path / "attempt_0" / "rank_"))
+    assert processes.lost_ranks() == {3}
+    with torchrun._surroundings(planned, 1.0):
+        assert processes.lost_ranks() == set()
+
+
 def attempts(words: str, status: int) -> int:
     """The number of attempts when each of them ends with this status; at most a hundred."""
     config = parse(LaunchConfig, words.split())
