@@ -217,7 +217,7 @@ def test_ctrl_c_and_close_end_an_answer_and_free_its_slot(tmp_path: Path) -> Non
         out = Interrupted()
         talk = Chat(remote, TEXT, ChatConfig(temperature=0.0, max_tokens=LONG // 2), True, out, colour=False)
         assert not talk.answer("go on")
-        assert out.getvalue().startswith("ab")
+        assert out.getvalue().startswith("a")  # the first token may come alone
         assert len(out.getvalue()) < LONG // 2, "it did not run to its end"
         request = Request([START], Sampling(temperature=0.0, max_tokens=LONG - 2))
         with closing(remote.stream(request)) as stream:
